@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from engine.linear.packed import QuantizedArgs, RoutedArgs, library, linear_of, pack
+from engine.linear.packed import QuantizedArgs, RoutedArgs, library, linear_of, operator, pack
 from engine.linear.packed_quantized import FORMATS, PackedQuantizedLinear, packed_args
 from native.threads import gomp_parallel
 
@@ -79,23 +79,16 @@ def _run_quantized(
     return out
 
 
-_library = torch.library.Library("tandem", "FRAGMENT")
-_library.define("routed_linear(Tensor x, Tensor experts, Tensor weight, Tensor? bias, int outputs) -> Tensor")
-_library.define("routed_quantized_linear(Tensor x, Tensor experts, Tensor?[] parts, int[] numbers) -> Tensor")
-_library.impl("routed_linear", _run, "CompositeExplicitAutograd")
-_library.impl("routed_quantized_linear", _run_quantized, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tandem::routed_linear", lib=_library)
-def _run_meta(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    return x.new_empty((experts.numel(), outputs))
-
-
-@torch.library.register_fake("tandem::routed_quantized_linear", lib=_library)
-def _run_quantized_meta(
-    x: Tensor, experts: Tensor, parts: Sequence[Tensor | None], numbers: Sequence[int]
-) -> Tensor:
-    return x.new_empty((experts.numel(), numbers[-1]))
+_routed_linear = operator(
+    "routed_linear(Tensor x, Tensor experts, Tensor weight, Tensor? bias, int outputs) -> Tensor",
+    _run,
+    lambda x, experts, weight, bias, outputs: x.new_empty((experts.numel(), outputs)),
+)
+_routed_quantized_linear = operator(
+    "routed_quantized_linear(Tensor x, Tensor experts, Tensor?[] parts, int[] numbers) -> Tensor",
+    _run_quantized,
+    lambda x, experts, parts, numbers: x.new_empty((experts.numel(), numbers[-1])),
+)
 
 
 class Routed(nn.Module):
@@ -133,7 +126,7 @@ class RoutedLinear(Routed):
 
         `experts` is int64 [rows]; an index outside the experts gives zeros.
         """
-        return torch.ops.tandem.routed_linear.default(x, experts, self.weight, self.bias, self.out_features)
+        return _routed_linear(x, experts, self.weight, self.bias, self.out_features)
 
 
 class RoutedQuantizedLinear(Routed):
@@ -168,7 +161,7 @@ class RoutedQuantizedLinear(Routed):
         return _first(*self._parts)
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
-        return torch.ops.tandem.routed_quantized_linear.default(x, experts, *self._parts)
+        return _routed_quantized_linear(x, experts, *self._parts)
 
 
 Pack = Callable[[Iterable[nn.Module]], nn.Module]

@@ -12,9 +12,10 @@ import ctypes
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,15 +87,23 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> T
     return out
 
 
-def _run_meta(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
+_operators = torch.library.Library("tandem", "FRAGMENT")
 
 
-_library = torch.library.Library("tandem", "FRAGMENT")
-_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor")
-_library.impl("packed_linear", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("tandem::packed_linear", _run_meta, lib=_library)
-_packed_linear = torch.ops.tandem.packed_linear.default
+def operator(schema: str, run: Callable[..., Any], traced: Callable[..., Any]) -> Any:
+    """Make `run` an operator of torch, which torch.compile traces by `traced`."""
+    _operators.define(schema)
+    name = schema.partition("(")[0]
+    _operators.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tandem::{name}", traced, lib=_operators)
+    return getattr(torch.ops.tandem, name).default
+
+
+_packed_linear = operator(
+    "packed_linear(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor",
+    _run,
+    lambda x, weight, bias, out_features: x.new_empty((*x.shape[:-1], out_features)),
+)
 
 
 class PackedLinear(nn.Module):

@@ -21,6 +21,7 @@ from engine.linear.packed import (
     joined,
     library,
     linear_of,
+    operator,
     pack,
     packed_rows,
     rows_of,
@@ -210,15 +211,11 @@ def _run(x: Tensor, parts: Sequence[Tensor | None], numbers: Sequence[int]) -> T
     return out
 
 
-def _run_meta(x: Tensor, parts: Sequence[Tensor | None], numbers: Sequence[int]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], numbers[-1]))
-
-
-_library = torch.library.Library("tandem", "FRAGMENT")
-_library.define("quantized_linear(Tensor x, Tensor?[] parts, int[] numbers) -> Tensor")
-_library.impl("quantized_linear", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("tandem::quantized_linear", _run_meta, lib=_library)
-_quantized_linear = torch.ops.tandem.quantized_linear.default
+_quantized_linear = operator(
+    "quantized_linear(Tensor x, Tensor?[] parts, int[] numbers) -> Tensor",
+    _run,
+    lambda x, parts, numbers: x.new_empty((*x.shape[:-1], numbers[-1])),
+)
 
 
 class PackedQuantizedLinear(nn.Module):

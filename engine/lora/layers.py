@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch.step_inputs import SequenceRows
+from engine.linear.packed import operator
 from engine.lora.table import NOTHING, AdaptedArgs, Adapters, PackedProduct, Weights
 from native.build import load_library
 from native.threads import gomp_parallel
@@ -101,12 +102,6 @@ def _run_kernel(out: Tensor, x: Tensor, product: PackedProduct, rows: Tensor) ->
     kernel()(x.data_ptr(), x.shape[-1], out.data_ptr(), stride, ctypes.byref(adapted), 1, threads, parallel)
 
 
-def _run_meta(out: Tensor, x: Tensor, path: str) -> None:
-    return None
-
-
-_library = torch.library.Library("tandem", "FRAGMENT")
-_library.define("add_adapters(Tensor(a!) out, Tensor x, str path) -> ()")
-_library.impl("add_adapters", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("tandem::add_adapters", _run_meta, lib=_library)
-add_adapters = torch.ops.tandem.add_adapters.default
+add_adapters = operator(
+    "add_adapters(Tensor(a!) out, Tensor x, str path) -> ()", _run, lambda out, x, path: None
+)

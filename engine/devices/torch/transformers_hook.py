@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.kv.attention import AttentionBackend, AttentionOptions
+from engine.linear.packed import operator
 from protocol.errors import UnsupportedModelError
 
 NAME = "tandem"
@@ -68,18 +69,12 @@ def _run(
     return backend.forward(layer, query, key, value, AttentionOptions(scale, window, softcap, sinks))
 
 
-def _run_meta(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty((*query.shape[:2], value.shape[2]))
-
-
-_library = torch.library.Library(NAME, "FRAGMENT")
-_library.define(
+paged_attention = operator(
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale, int window,"
-    " float softcap, Tensor? sinks=None) -> Tensor"
+    " float softcap, Tensor? sinks=None) -> Tensor",
+    _run,
+    lambda query, key, value, *_: query.new_empty((*query.shape[:2], value.shape[2])),
 )
-_library.impl("paged_attention", _run, "CompositeExplicitAutograd")
-torch.library.register_fake(f"{NAME}::paged_attention", _run_meta, lib=_library)
-paged_attention = torch.ops.tandem.paged_attention.default
 """Attention of packed rows over the current backend's pool.
 
 query [rows, num_heads, key_dim], key [rows, num_kv_heads, key_dim], value [rows, num_kv_heads, value_dim],
