@@ -24,6 +24,7 @@ from protocol.errors import TandemError
 from protocol.ids import PeerAddress
 from protocol.speculation import describe
 from protocol.worker_to_router import Register
+from worker import setup
 from worker.cores import CorePlace, SharedCores, host_cores
 from worker.departure import Departure
 from worker.heartbeat import Heartbeat
@@ -32,14 +33,6 @@ from worker.launch import Launch, StopHandle
 from worker.link import RouterLinks
 from worker.loop import WorkerLoop
 from worker.parts import WorkerParts
-from worker.setup import (
-    build_engine,
-    end_process,
-    open_wires,
-    remote_drafter,
-    set_up_threads,
-    set_up_worker_logging,
-)
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +54,8 @@ def run_worker(
     `place`. `leader` leads the worker's other ranks.
     """
     config = launch.config
-    set_up_worker_logging(config, launch.worker_id)
-    set_up_threads(config)
+    setup.set_up_worker_logging(config, launch.worker_id)
+    setup.set_up_threads(config)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     router_host = urlsplit(launch.router_endpoints[0]).hostname
     parts = WorkerParts(
@@ -120,13 +113,13 @@ def run_launch(
 def _load(parts: WorkerParts, launch: Launch, place: CorePlace | None, leader: Leader | None) -> Engine:
     """Load the engine and create the parts that depend on it."""
     config = launch.config
-    parts.remote_drafts = remote_drafter(config)
-    engine, parts.pool = build_engine(
+    parts.remote_drafts = setup.remote_drafter(config)
+    engine, parts.pool = setup.build_engine(
         config, parts.remote_drafts, holds_draft=launch.role.holds_draft, leader=leader
     )
     parts.engine = engine
     if leader is not None:
-        leader.on_lost = end_process
+        leader.on_lost = setup.end_process
     if not parts.role.holds_draft:
         parts.kv_publisher = open_publisher(config, parts.worker_id, engine.cache_format)
     engine.on_ready = parts.wake.set
@@ -145,7 +138,7 @@ def _serve(
     make_loop: type[WorkerLoop] = pkgutil.resolve_name(parts.role.loop)
     name = f"{parts.worker_id} {parts.incarnation}"
     if not parts.role.holds_draft:  # a draft worker hands no KV over
-        parts.wires = open_wires(parts.config, parts.pool, name, parts.pairs, carrier)
+        parts.wires = setup.open_wires(parts.config, parts.pool, name, parts.pairs, carrier)
     try:
         loop = make_loop(parts, engine, links)
         try:

@@ -31,14 +31,7 @@ from protocol.errors import ConfigError, ProtocolError
 from protocol.ports import bind_one, http_url, router_ports
 from protocol.requests import Adapter, AdapterName
 from router.adapters import AdapterTable
-from router.scaling.interface import (
-    Change,
-    ClusterChanges,
-    ScaleAnswer,
-    ScaleRequest,
-    ScalingEvent,
-    ScalingLog,
-)
+from router.scaling import interface as scaling
 from router.scaling.scaler import Autoscaler
 from router.server import RouterPlace, RouterServer, bind_http
 from router.workers.assignment import Demand, RoleDemand, sum_of
@@ -165,21 +158,21 @@ class RouterEnd:
         """Note that a drained worker continues in another role."""
         self._pool.renew(worker_id, role, incarnation)
 
-    def scale(self, request: ScaleRequest) -> ScaleAnswer:
+    def scale(self, request: scaling.ScaleRequest) -> scaling.ScaleAnswer:
         """Change the number of workers."""
         return self._pool.scale(request)
 
-    def begin(self, change: Change) -> str:
+    def begin(self, change: scaling.Change) -> str:
         """Begin a change that only one router may make at a time. Returns "", or why it cannot begin."""
         return self._pool.changes.begin(change, self.place.router_id)
 
-    def end(self, change: Change) -> None:
+    def end(self, change: scaling.Change) -> None:
         self._pool.changes.end(change, self.place.router_id)
 
-    def note(self, event: ScalingEvent) -> None:
+    def note(self, event: scaling.ScalingEvent) -> None:
         """Note an event of autoscaling, and tell all routers."""
         self._pool.scalings.note(event)
-        self._pool.broadcast(calls.call(ScalingLog.note, event))
+        self._pool.broadcast(calls.call(scaling.ScalingLog.note, event))
 
     def apply(self, name: AdapterName, adapter: Adapter | None) -> None:
         """Note that `name` serves another adapter, or none, and tell the other routers."""
@@ -210,12 +203,12 @@ class RouterPool:
         self._expected = calls.call(RouterServer.expect, {}, {})
         self.let_go: Callable[[str, bool], str] = lambda worker_id, for_good: ""
         self.renew: Callable[[str, str, str], None] = lambda worker_id, role, incarnation: None
-        self.scale: Callable[[ScaleRequest], ScaleAnswer] = lambda request: ScaleAnswer(
-            refusal="the server is starting", field=min(request.targets, default="")
+        self.scale: Callable[[scaling.ScaleRequest], scaling.ScaleAnswer] = lambda request: (
+            scaling.ScaleAnswer(refusal="the server is starting", field=min(request.targets, default=""))
         )
         self._past: Demand = {}
         """The demand counted by routers that have ended; without it the sum over all routers would fall."""
-        self.changes, self.scalings = ClusterChanges(), ScalingLog()
+        self.changes, self.scalings = scaling.ClusterChanges(), scaling.ScalingLog()
         self._adapters: dict[str, calls.Call] = {}
         """The latest change of each adapter that differs from the start, by name."""
         self._stops_asked = self._stops_sent = 0
@@ -231,7 +224,7 @@ class RouterPool:
     def on_leave(self, let_go: Callable[[str, bool], str], renew: Callable[[str, str, str], None]) -> None:
         self.let_go, self.renew = let_go, renew
 
-    def on_scale(self, scale: Callable[[ScaleRequest], ScaleAnswer]) -> None:
+    def on_scale(self, scale: Callable[[scaling.ScaleRequest], scaling.ScaleAnswer]) -> None:
         self.scale = scale
 
     def gave_up(self, worker_id: str, reason: str) -> None:
@@ -331,7 +324,7 @@ class RouterPool:
             router.ready = router.was_ready = True
             router.send(self._expected)
             for event in self.scalings.latest()[::-1]:
-                router.send(calls.call(ScalingLog.note, event))
+                router.send(calls.call(scaling.ScalingLog.note, event))
             router.unsent_adapters = deque(self._adapters.values())
         router.send_adapters()
         if self._leads(router):

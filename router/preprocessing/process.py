@@ -21,20 +21,7 @@ import msgspec
 from native.heap import freeze_heap
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
-from router.preprocessing.tasks import (
-    ACCEPTED,
-    DIED,
-    DONE,
-    LEAVING,
-    LENGTH,
-    REFUSED,
-    RESULT,
-    Setup,
-    TaskCall,
-    TaskError,
-    Tasks,
-    framed,
-)
+from router.preprocessing import tasks as messages
 
 LIGHT_S = 0.25
 """Most CPU time of a task after which a child accepts another: longer tasks leave much memory in use."""
@@ -53,7 +40,7 @@ class Parent:
     If the router closes a connection, its child is killed.
     """
 
-    def __init__(self, control: socket.socket, tasks: Tasks) -> None:
+    def __init__(self, control: socket.socket, tasks: messages.Tasks) -> None:
         self._control = control
         self._tasks = tasks
         self._poll = select.poll()
@@ -93,7 +80,7 @@ class Parent:
 
     def _bury(self, child: _Child) -> None:
         _, status = os.waitpid(child.pid, 0)
-        _send(child.connection, DIED + bytes([os.WTERMSIG(status)]), socket.MSG_DONTWAIT)
+        _send(child.connection, messages.DIED + bytes([os.WTERMSIG(status)]), socket.MSG_DONTWAIT)
         with contextlib.suppress(KeyError):
             self._poll.unregister(child.connection)
         self._poll.unregister(child.death)
@@ -106,31 +93,33 @@ class Parent:
             os.kill(child.pid, signal.SIGKILL)
 
 
-def _serve_tasks(connection: socket.socket, tasks: Tasks) -> None:
+def _serve_tasks(connection: socket.socket, tasks: messages.Tasks) -> None:
     """Run tasks in a child process until its connection is closed, or a task was heavy."""
     is_light = True
     while is_light and (header := _framed(connection)) is not None:
-        _send(connection, ACCEPTED)
+        _send(connection, messages.ACCEPTED)
         if (argument := _framed(connection)) is None:  # the router has given the child up
             break
-        call = msgspec.msgpack.decode(header, type=TaskCall)
+        call = msgspec.msgpack.decode(header, type=messages.TaskCall)
         signal.setitimer(signal.ITIMER_PROF, call.cpu_s)
         answer = _answer(tasks, call, argument)
         left_s, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         is_light = call.cpu_s - left_s <= LIGHT_S
-        _send(connection, (DONE if is_light else LEAVING) + answer)
+        _send(connection, (messages.DONE if is_light else messages.LEAVING) + answer)
     os._exit(0)
 
 
-def _answer(tasks: Tasks, call: TaskCall, argument: bytes) -> bytes:
+def _answer(tasks: messages.Tasks, call: messages.TaskCall, argument: bytes) -> bytes:
     try:
-        return RESULT + framed(tasks.run(call, argument))
+        return messages.RESULT + messages.framed(tasks.run(call, argument))
     except (InvalidRequestError, ApiError) as error:
-        failed = TaskError.from_error(error)
+        failed = messages.TaskError.from_error(error)
     except Exception:
         traceback.print_exc()
-        failed = TaskError.from_error(ApiError(500, "internal error; the server's log has the details"))
-    return REFUSED + framed(msgspec.msgpack.encode(failed))
+        failed = messages.TaskError.from_error(
+            ApiError(500, "internal error; the server's log has the details")
+        )
+    return messages.REFUSED + messages.framed(msgspec.msgpack.encode(failed))
 
 
 def _received(channel: socket.socket) -> socket.socket | None:
@@ -141,8 +130,8 @@ def _received(channel: socket.socket) -> socket.socket | None:
 
 def _framed(connection: socket.socket) -> bytes | None:
     """Read a frame. Return None if the connection ends within it."""
-    length = _read(connection, LENGTH.size)
-    return None if length is None else _read(connection, *LENGTH.unpack(length))
+    length = _read(connection, messages.LENGTH.size)
+    return None if length is None else _read(connection, *messages.LENGTH.unpack(length))
 
 
 def _read(connection: socket.socket, size: int) -> bytes | None:
@@ -165,7 +154,7 @@ def main(control: int, setup: int) -> None:
     logging.basicConfig(level=logging.ERROR)  # the router has already warned of features that the model lacks
     text = os.pread(setup, os.fstat(setup).st_size, 0)
     os.close(setup)
-    tasks = Tasks(msgspec.msgpack.decode(text, type=Setup))
+    tasks = messages.Tasks(msgspec.msgpack.decode(text, type=messages.Setup))
     del text
     freeze_heap()
     Parent(socket.socket(fileno=control), tasks).serve()

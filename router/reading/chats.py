@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
+from router import openai_types as types
 from router.decoding import decode_object
 from router.errors import ApiError
 from router.grammars.lark import Spelling
@@ -22,16 +23,6 @@ from router.grammars.structured_outputs import (
     requested_grammar,
 )
 from router.grammars.tool_grammar import OfferedFunction, after_thinking, tool_grammar
-from router.openai_types import (
-    ChatBody,
-    ChatMessage,
-    NamedTool,
-    ResponseFormat,
-    StructuredOutputs,
-    TokenizeBody,
-    Tool,
-    ToolCall,
-)
 from router.parsing.formats import (
     MARKERS,
     TOOL_FORMATS,
@@ -67,14 +58,14 @@ class ToolChoice(NamedTuple):
         return self.name is None and (not self.must_call if asked is None else asked)
 
 
-def tool_choice(body: ChatBody) -> ToolChoice:
+def tool_choice(body: types.ChatBody) -> ToolChoice:
     """Return the request's tool choice. Raises `InvalidRequestError`."""
     asked = body.tool_choice
     if not body.tools:
         if asked not in (None, "none", "auto"):
             raise InvalidRequestError("tool_choice", "only allowed with tools")
         return ToolChoice(False)
-    if isinstance(asked, NamedTool):
+    if isinstance(asked, types.NamedTool):
         name = asked.function.name
         if all(tool.function.name != name for tool in body.tools):
             raise InvalidRequestError("tool_choice", f"there is no tool {name!r}")
@@ -127,7 +118,7 @@ class Chats:
     def _shows_tools(self) -> bool:
         return self._tool_template is not None and self._tool_template.traits.shows_tools
 
-    def read(self, body: ChatBody) -> Chat:
+    def read(self, body: types.ChatBody) -> Chat:
         """Read a chat's body. Raises `InvalidRequestError`."""
         choice = tool_choice(body)
         with_tools = choice.may_call
@@ -194,7 +185,10 @@ class Chats:
     @property
     def constant_grammars(self) -> list[AskedGrammar]:
         """Return grammars that many requests ask for with the same fields."""
-        wanted, structured = ResponseFormat(type="json_object"), StructuredOutputs(json_object=True)
+        wanted, structured = (
+            types.ResponseFormat(type="json_object"),
+            types.StructuredOutputs(json_object=True),
+        )
         starts = (None, False, True) if self._is_harmony or self.has_reasoning else (None,)
         requests = [GrammarRequest(wanted, is_open=is_open) for is_open in starts]
         requests += [GrammarRequest(structured_outputs=structured, is_open=is_open) for is_open in starts]
@@ -229,7 +223,7 @@ class Chats:
         )
         return Grammar(text, "tools")
 
-    def render(self, body: TokenizeBody) -> str:
+    def render(self, body: types.TokenizeBody) -> str:
         """Return the prompt only."""
         messages, tools = plain_messages(body.messages or ()), plain_tools(body.tools or ())
         return self._render(self._chosen(bool(tools)), body, messages, tools or None)
@@ -237,13 +231,13 @@ class Chats:
     def _render(
         self,
         template: ChatTemplate,
-        body: ChatBody | TokenizeBody,
+        body: types.ChatBody | types.TokenizeBody,
         messages: Sequence[Mapping[str, Any]],
         tools: list[dict[str, Any]] | None,
     ) -> str:
         continues = bool(body.continue_final_message)
         variables = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
-        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        if isinstance(body, types.ChatBody) and body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
         if tools is not None:
             variables["tools"] = tools
@@ -259,7 +253,7 @@ def _source(template: ChatTemplate | None) -> str:
     return "" if template is None else template.source
 
 
-def _constrained_calls(body: ChatBody, choice: ToolChoice, several: bool) -> Calls | None:
+def _constrained_calls(body: types.ChatBody, choice: ToolChoice, several: bool) -> Calls | None:
     """Return the constraint on the answer's calls; None if calls are forbidden or unconstrained."""
     tools = body.tools or []
     if not choice.must_call and not any(tool.function.strict for tool in tools):
@@ -267,7 +261,7 @@ def _constrained_calls(body: ChatBody, choice: ToolChoice, several: bool) -> Cal
     return Calls(tools, choice.must_call, several, choice.name)
 
 
-def offers(tools: Sequence[Tool], name: str | None) -> list[OfferedFunction]:
+def offers(tools: Sequence[types.Tool], name: str | None) -> list[OfferedFunction]:
     """Return the functions that a grammar lets the answer call: all, or the one with this `name`."""
     return [
         OfferedFunction(
@@ -289,13 +283,13 @@ def known_functions(tools: Sequence[Mapping[str, Any]], with_types: bool) -> dic
     }
 
 
-def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def plain_tools(tools: Sequence[types.Tool]) -> list[dict[str, Any]]:
     """Return the tools in the form that the chat template reads. Raises `InvalidRequestError`."""
     names: set[str] = set()
     return [_plain_tool(tool, f"tools[{index}].", names) for index, tool in enumerate(tools)]
 
 
-def _plain_tool(tool: Tool, at: str, names: set[str]) -> dict[str, Any]:
+def _plain_tool(tool: types.Tool, at: str, names: set[str]) -> dict[str, Any]:
     function = tool.function
     if tool.type != "function":
         raise InvalidRequestError(f"{at}type", f"must be 'function', got {tool.type!r}")
@@ -325,7 +319,7 @@ class ConvertedMessages:
     """The request's names for fields of a called function."""
 
     def __init__(self) -> None:
-        self.messages: list[ChatMessage] = []
+        self.messages: list[types.ChatMessage] = []
         self._places: list[str] = []
         self._call_places: list[list[str]] = []
 
@@ -340,13 +334,13 @@ class ConvertedMessages:
         is_result = self.messages[number].role == "tool"
         return f"{self._places[number]}.{self.tool_names.get(rest, rest) if is_result else rest}"
 
-    def _append(self, message: ChatMessage, at: str) -> ChatMessage:
+    def _append(self, message: types.ChatMessage, at: str) -> types.ChatMessage:
         self.messages.append(message)
         self._places.append(at)
         self._call_places.append([])
         return message
 
-    def _append_call(self, call: ToolCall, at: str) -> None:
+    def _append_call(self, call: types.ToolCall, at: str) -> None:
         """Append a call to the last message."""
         message = self.messages[-1]
         message.tool_calls = [*(message.tool_calls or ()), call]
@@ -368,11 +362,11 @@ def renamer(names: Mapping[str, str]) -> Callable[[str], str]:
 class ConvertedChat(NamedTuple):
     """The equivalent chat. `own_field`: the request's name for a field outside the messages."""
 
-    body: ChatBody
+    body: types.ChatBody
     messages: ConvertedMessages
     own_field: Callable[[str], str]
 
-    def read(self, read: Callable[[ChatBody, ServedModel], T], model: ServedModel) -> T:
+    def read(self, read: Callable[[types.ChatBody, ServedModel], T], model: ServedModel) -> T:
         """Return the result of `read` for the body. Errors name the request's fields."""
         try:
             return read(self.body, model)

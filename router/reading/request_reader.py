@@ -18,19 +18,11 @@ from protocol.speculation import (
     check_request_speculation,
     parse_request_speculation,
 )
+from router import openai_types as types
 from router.answers.formats import OutputOptions
 from router.decoding import decode_body, decode_object, decode_prompts, refuse_unsupported
 from router.errors import too_long
 from router.grammars.structured_outputs import AskedGrammar, asked_grammar
-from router.openai_types import (
-    MAX_STOP_CHARACTERS,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    PoolingBody,
-    TokenizeBody,
-)
 from router.reading.chats import Chats
 from router.reading.prepared import Prepared, PreparedPrompt, ServedModel
 from router.text.chat_template import plain_content, text_of
@@ -51,7 +43,7 @@ class RequestReader:
         self.chats = chats
 
     def completion(self, raw: bytes, model: ServedModel) -> Prepared:
-        body = decode_body(raw, CompletionBody)
+        body = decode_body(raw, types.CompletionBody)
         model.check_name(body.model)
         refuse_unsupported(body)
         only_prompt = bool(body.echo) and body.max_tokens == 0
@@ -76,9 +68,9 @@ class RequestReader:
         return self._prepared(body, prompts, params, output, asked_grammar(body))
 
     def chat(self, raw: bytes, model: ServedModel) -> Prepared:
-        return self.chat_of(decode_body(raw, ChatBody), model)
+        return self.chat_of(decode_body(raw, types.ChatBody), model)
 
-    def chat_of(self, body: ChatBody, model: ServedModel) -> Prepared:
+    def chat_of(self, body: types.ChatBody, model: ServedModel) -> Prepared:
         model.check_name(body.model)
         refuse_unsupported(body)
         if body.top_logprobs is not None and not body.logprobs:
@@ -106,19 +98,19 @@ class RequestReader:
         prepared = self._prepared(body, [prompt], params, output, grammar, warning)
         return msgspec.structs.replace(prepared, thinking_budget=body.thinking_token_budget)
 
-    def chat_tokens(self, body: ChatBody, model: ServedModel) -> list[int]:
+    def chat_tokens(self, body: types.ChatBody, model: ServedModel) -> list[int]:
         """Return the tokens of a chat's prompt."""
         model.check_name(body.model)
         return self._token_ids(self.chats.read(body).prompt, False, "messages", None, model)
 
     def embeddings(
-        self, body: PoolingBody, sources: Sequence[tuple[str, str | list[int]]], model: ServedModel
+        self, body: types.PoolingBody, sources: Sequence[tuple[str, str | list[int]]], model: ServedModel
     ) -> Prepared:
         """Prepare the embedding of `sources`: field names with their texts or tokens."""
         if not self._config.enable_embeddings:
             raise InvalidRequestError("model", "this server gives no embeddings (--enable-embeddings)")
         model.check_name(body.model)
-        asked = CompletionBody(
+        asked = types.CompletionBody(
             model=body.model,
             priority=body.priority,
             cache_salt=body.cache_salt,
@@ -136,7 +128,7 @@ class RequestReader:
         return self._prepared(asked, prompts, params, OutputOptions())
 
     def tokenize(self, raw: bytes, model: ServedModel) -> bytes:
-        body = decode_body(raw, TokenizeBody)
+        body = decode_body(raw, types.TokenizeBody)
         model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt", "either prompt or messages is required, not both")
@@ -157,7 +149,7 @@ class RequestReader:
         return msgspec.json.encode(answer)
 
     def detokenize(self, raw: bytes, model: ServedModel) -> bytes:
-        body = decode_body(raw, DetokenizeBody)
+        body = decode_body(raw, types.DetokenizeBody)
         model.check_name(body.model)
         if len(body.tokens) > model.max_model_len:
             raise InvalidRequestError("tokens", f"at most {model.max_model_len}, got {len(body.tokens)}")
@@ -191,7 +183,7 @@ class RequestReader:
             echo = Echo(text, [])
         return msgspec.structs.replace(prompt, echo=echo.text, echo_offsets=echo.offsets)
 
-    def _prediction(self, body: ChatBody, model: ServedModel) -> list[int]:
+    def _prediction(self, body: types.ChatBody, model: ServedModel) -> list[int]:
         """Return the tokens of the predicted answer."""
         asked = body.prediction
         if asked is None:
@@ -201,7 +193,7 @@ class RequestReader:
         text = text_of(plain_content(asked.content, "prediction."))
         return self._tokenizer.encode_prompt(text, False, model.max_model_len, "prediction.content")
 
-    def _check_number(self, body: GenerationBody, num_prompts: int) -> None:
+    def _check_number(self, body: types.GenerationBody, num_prompts: int) -> None:
         n, config = body.n or 1, self._config
         limit, flag = min((config.max_n, "--max-n"), (config.max_queued_requests, "--max-queued-requests"))
         if n * num_prompts > limit:
@@ -212,7 +204,7 @@ class RequestReader:
 
     def _sampling_params(
         self,
-        body: GenerationBody,
+        body: types.GenerationBody,
         model: ServedModel,
         logprobs: int | None,
         prompt_logprobs: int | None,
@@ -247,17 +239,17 @@ class RequestReader:
                 sequences.append(spaced)
         return sequences
 
-    def _stops(self, body: GenerationBody) -> list[str]:
+    def _stops(self, body: types.GenerationBody) -> list[str]:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         size = sum(map(len, stops))
-        if size > MAX_STOP_CHARACTERS:
-            reason = f"at most {MAX_STOP_CHARACTERS} characters in all, got {size}"
+        if size > types.MAX_STOP_CHARACTERS:
+            reason = f"at most {types.MAX_STOP_CHARACTERS} characters in all, got {size}"
             raise InvalidRequestError("stop", reason)
         return stops
 
     def _prepared(
         self,
-        body: GenerationBody,
+        body: types.GenerationBody,
         prompts: list[PreparedPrompt],
         params: SamplingParams,
         output: OutputOptions,
@@ -296,7 +288,7 @@ def _from_prediction(asked: RequestSpeculation | None) -> RequestSpeculation:
     return asked if asked.method is not None else msgspec.structs.replace(asked, method="suffix")
 
 
-def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | None:
+def _kept(body: types.GenerationBody, num_output: int, model: ServedModel) -> int | None:
     """Return how many tokens at the end of the prompt to keep; None: all."""
     kept, limit = body.truncate_prompt_tokens, model.max_model_len
     if kept is None:
@@ -309,7 +301,7 @@ def _kept(body: GenerationBody, num_output: int, model: ServedModel) -> int | No
 
 
 def _asked_output(
-    body: GenerationBody, num_top: int | None, *, echo: bool = False, only_prompt: bool = False
+    body: types.GenerationBody, num_top: int | None, *, echo: bool = False, only_prompt: bool = False
 ) -> OutputOptions:
     """Return the output options. `only_prompt`: no token is generated."""
     stream, options = bool(body.stream), body.stream_options
@@ -333,7 +325,7 @@ def _asked_output(
 
 
 def _check_prompt_logprobs(
-    prompts: Sequence[PreparedPrompt], body: GenerationBody, params: SamplingParams
+    prompts: Sequence[PreparedPrompt], body: types.GenerationBody, params: SamplingParams
 ) -> None:
     """Check the number of log-probabilities of prompts, over all choices. Raises `InvalidRequestError`."""
     if params.prompt_logprobs is None:
