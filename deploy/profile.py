@@ -70,12 +70,9 @@ def _arguments(flags: Mapping[str, Any], config: ServeConfig) -> list[str]:
 def _serving(arguments: list[str], start_timeout: float) -> Iterator[str]:
     """Start a server with these arguments, and yield its URL once every worker is ready."""
     with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-m", "deploy", "serve", *arguments]
         server = subprocess.Popen(
-            [sys.executable, "-m", "deploy", "serve", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
         )
         overdue = Timer(start_timeout + END_S, server.kill)
         overdue.start()

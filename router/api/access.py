@@ -68,12 +68,9 @@ def _key(state: RouterState, scope: Scope, is_operator: bool) -> ApiKey:
         return state.keys.anonymous
     key = state.keys.find(_token(headers))
     if key is None:
-        raise ApiError(
-            401,
-            "a valid API key is needed, as `Authorization: Bearer <key>` or `x-api-key: <key>`",
-            code="invalid_api_key",
-            headers={"www-authenticate": "Bearer"},
-        )
+        needed = "a valid API key is needed, as `Authorization: Bearer <key>` or `x-api-key: <key>`"
+        asked = {"www-authenticate": "Bearer"}
+        raise ApiError(401, needed, code="invalid_api_key", headers=asked)
     if is_operator and not key.entry.operator:
         name, path = key.entry.name, scope["path"]
         raise ApiError(403, f"{path} is for operators, which the API key {name} is not")

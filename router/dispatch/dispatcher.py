@@ -336,15 +336,9 @@ class Dispatcher:
             self.fail(request.generation, failed_generation(kind, f"{reason}; {refusal.reason}"))
             return
         how = "parked" if request.current is None else "placed again"
-        logger.log(
-            logging.INFO if cause == "thinking" else logging.WARNING,
-            "%s as %s after %d tokens: %s",
-            how,
-            request.request_id,
-            request.num_emitted_before,
-            reason,
-            extra=ids(request),
-        )
+        level = logging.INFO if cause == "thinking" else logging.WARNING
+        facts = how, request.request_id, request.num_emitted_before, reason
+        logger.log(level, "%s as %s after %d tokens: %s", *facts, extra=ids(request))
         request.times.num_placed_again += 1
         self._metrics.count("requests_placed_again_total", cause)
 
@@ -374,9 +368,8 @@ class Dispatcher:
             self._place_again_or_fail(request, "worker_lost", reason, counts=False)
             return
         decoder = target.key.worker_id
-        logger.warning(
-            "request %s: %s decodes it: %s", request.request_id, decoder, reason, extra=ids(request)
-        )
+        facts = request.request_id, decoder, reason
+        logger.warning("request %s: %s decodes it: %s", *facts, extra=ids(request))
         request.redirects += 1
         request.early.clear()
         self._placer.loads.redirect(at, target)

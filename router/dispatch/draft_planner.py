@@ -120,14 +120,8 @@ class DraftPlanner:
         request.drafts.num_replans += 1
         self._metrics.count("draft_replans_total", cause)
         if logger.isEnabledFor(logging.DEBUG):
-            logger.debug(
-                "request %s drafts at %s instead of %s (%s): %s",
-                request.request_id,
-                decision.place,
-                current,
-                cause,
-                decision.reason,
-            )
+            facts = request.request_id, decision.place, current, cause, decision.reason
+            logger.debug("request %s drafts at %s instead of %s (%s): %s", *facts)
 
     def _follow(self, period: DraftPeriod, at: Assignment) -> None:
         """Adapt the period of a request whose hand-off went to another decode worker than planned."""

@@ -100,14 +100,9 @@ class Races:
         self._metrics.count("races_total")
         self._metrics.count("raced_tokens_total", by=tokens)
         self._metrics.count("raced_seconds_total", by=seconds)
-        logger.info(
-            "request %s of %s races as %s on %s",
-            request.request_id,
-            " and ".join(at.worker_ids.values()),
-            copy.request_id,
-            " and ".join(copy.worker_ids.values()),
-            extra=ids(request),
-        )
+        raced = request.request_id, " and ".join(at.worker_ids.values())
+        runner = copy.request_id, " and ".join(copy.worker_ids.values())
+        logger.info("request %s of %s races as %s on %s", *raced, *runner, extra=ids(request))
         return True
 
     def _can_pay(self, budget_s: float) -> bool:

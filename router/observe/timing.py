@@ -165,14 +165,9 @@ class RequestLog:
         """Log an error for each request of the generation, also if its client is gone."""
         for request in generation.requests:
             about = {"status": error.status, "code": error.code, "tokens": request.choice.num_tokens}
-            logger.log(
-                self._level,
-                "request %s failed after %d tokens: %s",
-                request.request_id,
-                request.choice.num_tokens,
-                error.message,
-                extra=ids(request) | about,
-            )
+            failed = "request %s failed after %d tokens: %s"
+            facts = request.request_id, request.choice.num_tokens, error.message
+            logger.log(self._level, failed, *facts, extra=ids(request) | about)
 
 
 def ids(request: LiveRequest) -> dict[str, Any]:

@@ -114,12 +114,8 @@ class PreparedPrompt(msgspec.Struct, frozen=True):
 
     def packed(self) -> PreparedPrompt:
         """Return a copy with bytes instead of lists: decoding a million numbers would block for long."""
-        return msgspec.structs.replace(
-            self,
-            token_ids=_packed(self.token_ids),
-            echo_offsets=_packed(self.echo_offsets),
-            prediction=_packed(self.prediction),
-        )
+        names = ("token_ids", "echo_offsets", "prediction")
+        return msgspec.structs.replace(self, **{name: _packed(getattr(self, name)) for name in names})
 
     def unpacked(self) -> Prompt:
         echo = None if self.echo is None else Echo(self.echo, _unpacked(self.echo_offsets))
