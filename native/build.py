@@ -33,16 +33,8 @@ logger = logging.getLogger("tandem.native")
 
 T = TypeVar("T")
 
-_FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-    "-fno-strict-aliasing",
-    "-fPIC",
-    "-shared",
-]
+_MATH = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+_FLAGS = ["-std=c++17", "-O3", *_MATH, "-fno-strict-aliasing", "-fPIC", "-shared"]
 _NATIVE = ["-march=native"]
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT = 120.0  # seconds

@@ -24,8 +24,7 @@ MIN_REPETITION_PENALTY = 1e-3
 class SamplingField(NamedTuple):
     """A sampling field that requests may set under its own name: its description, and its limits.
 
-    `is_open`: the value must be greater than `low`. `max_length` limits lists and mappings. `is_models`: the
-    model's `generation_config.json` may set the default. `is_echoed`: answers of `/v1/responses` repeat it.
+    `is_open`: the value must be greater than `low`. `max_length` limits lists and mappings.
     """
 
     doc: str
@@ -33,8 +32,6 @@ class SamplingField(NamedTuple):
     high: float = inf
     is_open: bool = False
     max_length: int | None = None
-    is_models: bool = False
-    is_echoed: bool = False
 
     def check(self, field: str, value: Any) -> None:
         """Raise `InvalidRequestError` if the value is out of range."""
@@ -63,37 +60,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Annotated[int, SamplingField("Equal requests and seeds get equal answers.", -(2**63), MAX_SEED)] = 0
     """Key of the noise, together with the token's position, so that the seed alone fixes the answer."""
     temperature: Annotated[
-        float,
-        SamplingField(
-            "0 (greedy) to 100; default: the model's, else 1.", 0, 100, is_models=True, is_echoed=True
-        ),
+        float, SamplingField("0 (greedy) to 100; default: the model's, else 1.", 0, 100)
     ] = 1.0
     top_k: Annotated[
-        int,
-        SamplingField(
-            "Sample from this many of the likeliest; 0 or -1: from all.", -1, MAX_TOP_K, is_models=True
-        ),
+        int, SamplingField("Sample from this many of the likeliest; 0 or -1: from all.", -1, MAX_TOP_K)
     ] = 0
     top_p: Annotated[
-        float,
-        SamplingField(
-            "Above 0, up to 1: sample from the likeliest with this sum.",
-            0,
-            1,
-            is_open=True,
-            is_models=True,
-            is_echoed=True,
-        ),
+        float, SamplingField("Above 0, up to 1: sample from the likeliest with this sum.", 0, 1, is_open=True)
     ] = 1.0
     min_p: Annotated[
-        float,
-        SamplingField("0 to 1: least probability, relative to the likeliest token's.", 0, 1, is_models=True),
+        float, SamplingField("0 to 1: least probability, relative to the likeliest token's.", 0, 1)
     ] = 0.0
     repetition_penalty: Annotated[
-        float,
-        SamplingField(
-            "0.001 to 100; above 1 discourages repetition.", MIN_REPETITION_PENALTY, 100, is_models=True
-        ),
+        float, SamplingField("0.001 to 100; above 1 discourages repetition.", MIN_REPETITION_PENALTY, 100)
     ] = 1.0
     presence_penalty: Annotated[float, SamplingField("-2 to 2, for each token that occurred.", -2, 2)] = 0.0
     frequency_penalty: Annotated[float, SamplingField("-2 to 2, for each time a token came.", -2, 2)] = 0.0
@@ -136,6 +115,10 @@ def _asked_fields() -> Iterator[tuple[str, Any, SamplingField]]:
 
 SAMPLING_FIELDS = {name: (kind, asked) for name, kind, asked in _asked_fields()}
 """The types and limits of the fields that requests may set under their own names."""
+MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Fields whose default the model's `generation_config.json` may set."""
+ECHOED = ("temperature", "top_p")
+"""Fields that answers of `/v1/responses` repeat."""
 
 
 def body_fields() -> list[tuple[str, Any, None]]:

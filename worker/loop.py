@@ -55,12 +55,7 @@ class WorkerLoop(RoleWork):
         self.poller.register(self.inbox.socket, zmq.POLLIN)
         self.peers = PeerLinks(parts, self.poller)
         self.sender, self.receiver = open_transfers(parts)
-        self.address = PeerAddress(
-            worker_id=parts.worker_id,
-            incarnation=parts.incarnation,
-            control=self.inbox.endpoint,
-            offers=self.receiver.offers,
-        )
+        self.address = PeerAddress(**parts.ids, control=self.inbox.endpoint, offers=self.receiver.offers)
         self._fetcher = PrefixFetcher(self.address, engine, self.receiver, self.peers, self.counters)
         self._holder = PrefixHolder(engine, self.sender, self.counters)
         self._kv_events = None

@@ -14,7 +14,7 @@ import msgspec
 from checkpoints.source import hf_source
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.sampling import SAMPLING_FIELDS, SamplingParams, check_sampling_params
+from protocol.sampling import MODELS_OWN, SamplingParams, check_sampling_params
 from protocol.speculation import RequestSpeculation
 from router.answers.formats import OutputOptions
 from router.errors import ApiError, too_long
@@ -91,8 +91,7 @@ def load_defaults(config: ServeConfig) -> GenerationDefaults:
 
 def _read(path: Path) -> GenerationDefaults:
     content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    names = [name for name, (_, asked) in SAMPLING_FIELDS.items() if asked.is_models]
-    chosen = {name: content[name] for name in names if content.get(name) is not None}
+    chosen = {name: content[name] for name in MODELS_OWN if content.get(name) is not None}
     params = msgspec.convert({"max_tokens": 1, **chosen}, SamplingParams)
     check_sampling_params(params, 1, 0)
     cap = msgspec.convert(content.get("max_new_tokens"), int | None)

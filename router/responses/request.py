@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw
 
 from protocol.errors import InvalidRequestError
-from protocol.sampling import SAMPLING_FIELDS, SamplingParams
+from protocol.sampling import ECHOED, SamplingParams
 from router import openai_types as types
 from router.answers.formats import Fields, OutputOptions
 from router.decoding import decode_body, refuse_unsupported
@@ -69,7 +69,7 @@ def echoed_fields(body: ResponseBody, params: SamplingParams) -> dict[str, Any]:
     """Return the fields that the response repeats, with the parameters that the request runs with."""
     text, reasoning = body.text, body.reasoning
     return {
-        **{name: getattr(params, name) for name, (_, asked) in SAMPLING_FIELDS.items() if asked.is_echoed},
+        **{name: getattr(params, name) for name in ECHOED},
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
