@@ -36,7 +36,7 @@ def hf_source(model: str, revision: str | None = None) -> str:
     """
     if not is_gguf(model):
         return model
-    from checkpoints.gguf.folder import gguf_folder
+    from checkpoints.gguf.config import gguf_folder
 
     path = Path(model).expanduser()
     return str(gguf_folder(path if path.exists() else _from_hub(model, revision)))

@@ -133,7 +133,7 @@ def _convert(path: Path, folder: Path) -> None:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from checkpoints.gguf.folder import gguf_folder
+    from checkpoints.gguf.config import gguf_folder
     from checkpoints.gguf.reader import read_gguf
     from engine.quantization.gguf import read_weights
 

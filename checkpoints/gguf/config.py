@@ -1,19 +1,28 @@
-"""The metadata of a GGUF file as a Hugging Face `config.json`.
+"""The metadata of a GGUF file as a Hugging Face `config.json`, in a folder of its own, so that readers of
+such folders read it. The weights stay in the file, which `config.json` names.
 
 Metadata names come from ggml's docs/gguf.md and from llama.cpp's `convert_hf_to_gguf.py`, which writes them.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import math
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from checkpoints.gguf.reader import GgufFile
+from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
+from checkpoints.gguf.tokenizer import build_tokenizer, tokenizer_settings
+from native.ownership import cache_dir, check_own, open_own, own_folder
 
 METHOD = "gguf"
 """The `quant_method` in the `quantization_config`."""
@@ -246,3 +255,49 @@ def _floats(file: GgufFile, name: str) -> Sequence[float]:
         file.fail(f"tensor {name}: has type {tensor.type.name}, not F32")
     values: list[float] = tensor.data.view(np.float32).reshape(-1).tolist()
     return values
+
+
+_LAYOUT = 1
+"""Version of the folder's content; raise it when the content written for a file changes."""
+
+
+def gguf_folder(path: Path) -> Path:
+    """Return the cached folder of a GGUF file; make it at the first call. Raises GgufError."""
+    path = path.absolute()
+    try:
+        return _made_once(path, own_folder(cache_dir() / "gguf"))
+    except OSError as error:  # from the file, or from a cache that is full or another user's
+        raise GgufError(f"{path}: cannot be read: {error}") from error
+
+
+def _made_once(path: Path, cache: Path) -> Path:
+    target = cache / _key(path)
+    with open(open_own(cache / f"{target.name}.lock", os.O_RDWR | os.O_CREAT), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the host wait here and find the folder made
+        if not target.is_dir():
+            file = read_gguf(path)
+            with tempfile.TemporaryDirectory(dir=cache) as made:
+                _write(file, Path(made) / "folder")
+                (Path(made) / "folder").rename(target)
+    check_own(target)
+    return target
+
+
+def _key(path: Path) -> str:
+    stat = path.stat()
+    version = f"{_LAYOUT} {path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ino}"
+    return f"{path.stem}-{hashlib.sha256(version.encode()).hexdigest()[:16]}"
+
+
+def _write(file: GgufFile, folder: Path) -> None:
+    config, settings = hf_config(file), tokenizer_settings(file)
+    tokenizer = build_tokenizer(file)
+    folder.mkdir(mode=0o700)
+    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    for name, content in (
+        ("config.json", config),
+        ("generation_config.json", generation),
+        ("tokenizer_config.json", settings),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from checkpoints.gguf.folder import gguf_folder
+from checkpoints.gguf.config import gguf_folder
 from checkpoints.gguf.reader import GgufError
 from engine.engine import Engine
 from engine.linear.quantized import QuantizedLinear
@@ -58,7 +58,7 @@ MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make folders of GGUF files in an empty cache, but keep the kernels that are compiled already."""
-    monkeypatch.setattr("checkpoints.gguf.folder.cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("checkpoints.gguf.config.cache_dir", lambda: tmp_path / "cache")
 
 
 def model_of(architecture: str, folder: Path, **changes: Any) -> PreTrainedModel:
@@ -122,7 +122,7 @@ def test_the_folder_is_made_once_for_a_file(tmp_path: Path) -> None:
 def test_the_folder_is_made_without_torch(tmp_path: Path) -> None:
     """A router starts without torch, which saves seconds."""
     code = (
-        "import sys; from pathlib import Path; from checkpoints.gguf.folder import gguf_folder;"
+        "import sys; from pathlib import Path; from checkpoints.gguf.config import gguf_folder;"
         "gguf_folder(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, llama_file(tmp_path)]).returncode == 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from checkpoints.gguf.folder import gguf_folder
+from checkpoints.gguf.config import gguf_folder
 from checkpoints.gguf.reader import GgufError
 from tests.checkpoints.gguf_writer import ALPHABET, USER_DEFINED, byte_level, write_raw
 

@@ -15,8 +15,8 @@ from engine.batch.runner import StepOperators
 from engine.batch.step_inputs import StepShape
 from engine.copies import ALIGNMENT, upload_to
 from engine.devices.cuda.recurrent.attend import HeadConstants, attend, scan
-from engine.devices.cuda.recurrent.convolve import convolve
 from engine.devices.cuda.recurrent.keep import KeptConstants, keep
+from engine.devices.cuda.recurrent.prepare import convolve
 from engine.kv.state_slots import RowSpan, StateSlots
 from engine.triton_support import ceil_div, power_of_two
 
