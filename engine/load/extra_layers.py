@@ -26,8 +26,7 @@ from engine.linear.packed_quantized import pack_quantized_linears
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import load_tensors
 from engine.load.rounding import round_layers
-from engine.quantization.stored import placeholder
-from engine.quantization.weight import CodeFormat
+from engine.quantization.weight import CodeFormat, placeholder
 
 _FINAL_NORMS = "norm", "norm_f"
 """The names of the decoder's final norm in different models."""

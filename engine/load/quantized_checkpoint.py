@@ -28,8 +28,7 @@ from engine.linear.quantized import QuantizedLinear
 from engine.model.text_half import as_causal, make_model, named_as_in
 from engine.quantization.formats import MXFP4_METHOD, split_mxfp4
 from engine.quantization.layout import Layout, parse_layout
-from engine.quantization.stored import StoredLayer, StoredWeights, placeholder
-from engine.quantization.weight import QuantizedWeight, same_order
+from engine.quantization.weight import QuantizedWeight, StoredLayer, StoredWeights, placeholder, same_order
 from protocol.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger("tandem.engine")

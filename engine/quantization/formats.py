@@ -16,14 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.quantization.stored import (
+from engine.quantization.weight import (
+    INT4_ZERO,
+    CodeFormat,
+    QuantizedWeight,
     StoredLayer,
     block_scales,
     float8_codes,
     order_by_group,
     row_scales,
 )
-from engine.quantization.weight import INT4_ZERO, CodeFormat, QuantizedWeight
 from protocol.errors import UnsupportedModelError
 
 

@@ -23,8 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from checkpoints.gguf.config import FAMILIES
 from checkpoints.gguf.reader import GgufFile, GgufTensor
-from engine.quantization.stored import StoredWeights, dtype_name, placeholder
-from engine.quantization.weight import CodeFormat, QuantizedWeight
+from engine.quantization.weight import CodeFormat, QuantizedWeight, StoredWeights, dtype_name, placeholder
 
 logger = logging.getLogger("tandem.engine")
 

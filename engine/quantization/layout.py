@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.quantization.formats import FORMATS, MXFP4_METHOD, Scheme
-from engine.quantization.stored import GROUP_SIZES, StoredLayer, block_shape, choice
-from engine.quantization.weight import QuantizedWeight
+from engine.quantization.weight import GROUP_SIZES, QuantizedWeight, StoredLayer, block_shape, choice
 from protocol.errors import UnsupportedModelError
 
 logger = logging.getLogger("tandem.engine")

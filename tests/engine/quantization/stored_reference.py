@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.quantization.stored import StoredLayer
+from engine.quantization.weight import StoredLayer
 
 FOLDER = Path(__file__).parent / "reference"
 NAMES = sorted(path.stem for path in FOLDER.iterdir())

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from engine.quantization.layout import parse_layout
-from engine.quantization.stored import StoredLayer
-from engine.quantization.weight import CodeFormat
+from engine.quantization.weight import CodeFormat, StoredLayer
 from protocol.errors import UnsupportedModelError
 from tests.engine.quantization.quantized_model import LAYOUTS, method_of, rounded, stored
 from tests.engine.quantization.stored_reference import NAMES, load_reference
