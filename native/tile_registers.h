@@ -12,8 +12,8 @@ namespace {
 // Orders memory accesses before tile loads, which the compiler does not see.
 inline void tiles_will_load() { std::atomic_signal_fence(std::memory_order_release); }
 
-// A thread's tile registers, released at the end. A register has up to 16 rows of 64 bytes: 0 to 3 are for sums, 4 and
-// 7 for first factors, 5 and 6 for second ones.
+// A thread's tile registers, released at the end. A register has up to 16 rows of 64 bytes: 0 to 3 are for sums, 4 (and
+// for 16 rows 7) for first factors, 5 and 6 for second ones; or 7 for sums of 16 rows with first factors in 5.
 class TileRegisters {
   public:
     static constexpr int ROWS = 16;
@@ -23,7 +23,7 @@ class TileRegisters {
         return granted;
     }
 
-    // Gives the tiles of sums and first factors this number of rows. Unless they have it already, all tiles become zero.
+    // Gives tiles 0 to 4 this number of rows, and the others 16. Unless they have it already, all tiles become zero.
     void shape(int rows) {
         if (rows == shaped) return;
         shaped = rows;
@@ -32,7 +32,7 @@ class TileRegisters {
             uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS};
         } shapes;
-        for (const int tile : {0, 1, 2, 3, 4, 7}) shapes.rows[tile] = uint8_t(rows);
+        for (const int tile : {0, 1, 2, 3, 4}) shapes.rows[tile] = uint8_t(rows);
         tiles_will_load();
         _tile_loadconfig(&shapes);
     }
@@ -99,6 +99,15 @@ inline void multiply_tiles(const void* a, int64_t a_bytes, const void* b, int64_
         _tile_loadd(6, column(3), b_bytes);
         _tile_dpbf16ps(3, 4, 6);
     }
+}
+
+// The same for 16 rows, whatever the shape, by 16 columns: register 7 has the sums.
+inline void clear_sixteen() { _tile_zero(7); }
+inline void store_sixteen(float* to, int64_t row_bytes) { _tile_stored(7, to, row_bytes); }
+inline void multiply_sixteen(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+    _tile_loadd(5, a, a_bytes);
+    _tile_loadd(6, b, b_bytes);
+    _tile_dpbf16ps(7, 5, 6);
 }
 
 }  // namespace

@@ -181,6 +181,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     static constexpr int PLACES = Math::PER_WORD * Math::DEPTH;  // number of keys that a product's depth is a multiple of
     static constexpr bool READABLE = std::is_same_v<Math, FloatMath> && !CODED;  // whether values are read as stored
     static constexpr bool READABLE_CODES = Math::WHOLE && READS_CODES;  // whether keys and values are
+    static constexpr bool READABLE_KEYS = Math::TILES && !CODED;  // whether keys are, as the first factor of tiles
     struct Origin {
         int query, head;
         Sight sight;
@@ -196,7 +197,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                                 size_t(16) * std::max(key_dim, value_dim),
                                 3 * Math::ROWS * TILE, Math::ROWS * TILE,        states,
                                 states,                CODED ? rows : 0,         2 * scales,
-                                scales,                READABLE_CODES ? rows * key_dim / 2 : 0};
+                                scales,                READABLE_CODES ? rows * key_dim / 2 : 0,
+                                READABLE_KEYS ? size_t(16) * words * a.layer->num_kv_heads : 0};
         size_t floats = 0;
         for (size_t size : sizes) floats += Scratch::rounded(size);
         scratch.reserve(floats);
@@ -212,6 +214,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         key_scales = scratch.take(sizes[9]);
         value_scales = scratch.take(sizes[10]);
         query_bytes = (int8_t*)scratch.take(sizes[11]);
+        query_columns = (Word*)scratch.take(sizes[12]);
     }
 
     // `after` is probably this thread's next task, so its first keys are prefetched.
@@ -265,6 +268,9 @@ template <class Math, class Element, class Query> struct Attention::Worker {
                             byte_queries.emplace_back((const int16_t*)buffer, key_dim, query_bytes + 2 * r * key_dim);
                 }
             }
+        if constexpr (READABLE_KEYS)
+            for (int head = 0; can_read_keys() && head < task.heads; head++)
+                transpose_rows(queries + head * head_rows * words, words, head_rows, words, columns_of(head), 16);
     }
 
     // Returns the keys [first, last) of a task's splits that any of its rows may see.
@@ -305,7 +311,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
 
     void attend_tile(const Task& task, int64_t first_key, const RowState& state) {
         const bool in_tree = step.is_tree(task.sequence) && first_key + TILE > step.tree_start[task.sequence];
-        reads_stored = !in_tree && can_read_stored();
+        reads_stored = !in_tree && can_read_stored(), reads_keys = !in_tree && can_read_keys();
         const int places = reads_stored ? 7 : 11;  // fetches for a head: 4 for keys, 4 to pack values, then 3
         Sweep<Element> sweep{*next, key_dim * task.heads, value_dim * task.heads, 2 * TILE / task.heads / places + 1,
                              key_distance, value_distance};
@@ -316,7 +322,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             if (in_tree) take_scales(behind.keys, behind.count, key_distance, task.heads, key_scales_of(1, 0));
         }
         for (int head = 0; head < task.heads; head++) {
-            if (!READABLE_CODES || !reads_stored) take_keys(*tile, head, sweep, 0);
+            if (!reads_keys && !(READABLE_CODES && reads_stored)) take_keys(*tile, head, sweep, 0);
             if (!reads_stored) take_values(*tile, head, sweep, 0);
             if (in_tree) {
                 attend_paths(task, head, first_key, sweep, state);
@@ -333,6 +339,11 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         if (READABLE) return head_rows <= Math::ROWS && width == value_dim;
         return READABLE_CODES && head_rows <= MAX_BYTE_ROWS && key_dim % 16 == 0 && value_dim % 64 == 0;
     }
+
+    // Returns whether a head's scores are cheaper to transpose than its keys, and 16 keys lie in one block.
+    bool can_read_keys() const { return READABLE_KEYS && head_rows <= 16 && a.pool.block_size % 16 == 0; }
+
+    Word* columns_of(int head) const { return query_columns + head * words * 16; }
 
     // Packs the keys of `from` as tile i: 0 for the current tile, 1 for the tile after it.
     void take_keys(const TileRows<Element>& from, int head, Sweep<Element>& sweep, int i) {
@@ -389,6 +400,8 @@ template <class Math, class Element, class Query> struct Attention::Worker {
             score_path(row, count, head, *path);
         } else if (READABLE_CODES && reads_stored) {
             if constexpr (READABLE_CODES) score_stored(row, count, groups * 16, head, sweep);
+        } else if (READABLE_KEYS && reads_keys) {
+            if constexpr (READABLE_KEYS) score_keys(count, head, sweep);
         } else {
             score(row, count, head, 0, groups * 16, scores);
         }
@@ -437,6 +450,21 @@ template <class Math, class Element, class Query> struct Attention::Worker {
         scale_scores(count, num_keys, key_scales_of(0, head), scores);
     }
 
+#if defined(MATRIX_TILES)
+    // Computes the scores of a head's only rows, reading the current tile's keys as stored.
+    void score_keys(int count, int head, Sweep<Element>& sweep) {
+        const int num_keys = rounded_up(tile->count, 16);  // no row sees those after the tile's last
+        auto* const products = (float*)keys;  // [key][16 rows]
+        const int64_t key_bytes = a.layer->key_stride * int64_t(sizeof(Element));
+        multiply_keys(registers, count, tile->keys, int64_t(head) * key_dim, key_bytes, num_keys, columns_of(head), words,
+                      products);
+        for (int key = 0; key < num_keys; key += 16) {
+            sweep.fetch();
+            transpose_rows(products + key * 16, 16, 16, rounded_up(count, 4), scores + key, TILE);
+        }
+    }
+#endif
+
     static void scale_scores(int rows, int num_keys, const float* scales, float* to) {
         for (int r = 0; r < rows; r++, to += TILE)
             for (int k = 0; k < num_keys; k += LANES) store(to + k, load(to + k) * load(scales + k));
@@ -471,7 +499,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     const int key_dim, value_dim, words, width;
     int64_t key_distance = 0, value_distance = 0;
     std::vector<Origin> origins;
-    Word *queries, *keys, *values, *buffer, *weights;
+    Word *queries, *query_columns, *keys, *values, *buffer, *weights;
     float *scores, *units, *key_scales, *value_scales;  // [head][TILE]; keys': current tile, then the next
     RowState total, partial;
     TileRows<Element> tiles[2], *tile = &tiles[0], *next = &tiles[1], behind;
@@ -479,6 +507,7 @@ template <class Math, class Element, class Query> struct Attention::Worker {
     std::vector<ByteQuery> byte_queries;
     int8_t* query_bytes;
     bool reads_stored = false;  // whether the tile is read as stored, not packed
+    bool reads_keys = false;    // whether its keys are
     int64_t first_token = 0;
     typename Math::Registers registers;
 };

@@ -143,6 +143,19 @@ template <class Word, class Put> static inline int each_column(const Word* const
 }
 #endif
 
+#if defined(TRANSPOSES)
+// to[word][to_stride] = from[up to 16 rows, of `stride` words][word], for some words, a multiple of 4. Further columns
+// repeat the last row.
+template <class Word>
+static inline void transpose_rows(const Word* from, int64_t stride, int rows, int words, Word* to, int64_t to_stride) {
+    const Word* row[16];
+    for (int r = 0; r < 16; r++) row[r] = from + std::min(r, rows - 1) * stride;
+    each_column(row, words, [&](int word, int first, IntVec column) {
+        store((int32_t*)to + word * to_stride + first, column);
+    });
+}
+#endif
+
 // to[word][TILE] = from[16 keys][word]
 template <class Word>
 static inline void transpose_16(const Word* const* from, int words, Word* to) {

@@ -27,6 +27,7 @@ struct FloatMath {
     static constexpr int PER_WORD = 1;
     static constexpr bool COARSE = false;
     static constexpr bool WHOLE = false;
+    static constexpr bool TILES = false;      // whether tile registers multiply
     static constexpr int ROWS = VECTOR_ROWS;  // query rows multiplied together
     static constexpr int DEPTH = 1;           // number of words that a product's depth is a multiple of
     using Registers = NoRegisters;
@@ -62,6 +63,7 @@ struct WholeMath {
     typedef IntVec Sum;
     static constexpr int PER_WORD = 2;
     static constexpr bool WHOLE = true;
+    static constexpr bool TILES = false;
     static constexpr int ROWS = VECTOR_ROWS, DEPTH = 1;
     using Registers = NoRegisters;
     static inline IntVec multiply_add(IntVec sum, const int32_t* a, IntVec b) {

@@ -10,6 +10,7 @@
 
 // Pairs of bfloat16 in tiles.
 struct TileMath : PairMath {
+    static constexpr bool TILES = true;
     static constexpr int ROWS = TileRegisters::ROWS, DEPTH = 16;
     using Registers = TileRegisters;
 };
@@ -25,6 +26,20 @@ static void product_in_tiles(const uint32_t* a, int64_t a_stride, const uint32_t
     for (int d = 0; d < depth; d += TileMath::DEPTH, b += TileMath::DEPTH * b_stride)
         multiply_tiles<COLUMNS>(a + d, a_bytes, b, b_bytes);
     store_sums<COLUMNS>(sums, LANES, bytes);
+}
+
+// Computes products[key][16 rows] of 16 keys at a time, read as stored, with rows packed as [word][16]. The keys are
+// `key_bytes` apart. The terms of a sum are added in the same order as in `product_of`.
+static inline void multiply_keys(TileRegisters& registers, int rows, const uint16_t* const* keys, int64_t offset,
+                                 int64_t key_bytes, int num_keys, const uint32_t* queries, int words, float* products) {
+    registers.shape(rows);
+    tiles_will_load();
+    for (int key = 0; key < num_keys; key += 16) {
+        clear_sixteen();
+        for (int w = 0; w < words; w += TileMath::DEPTH)
+            multiply_sixteen(keys[key] + offset + 2 * w, key_bytes, queries + w * 16, 64);
+        store_sixteen(products + key * 16, 64);
+    }
 }
 
 // As for the other kinds of `Math`. Sums of earlier tiles are rescaled before.
