@@ -1,7 +1,7 @@
 """The adapters that a model can run beside its own weights, and their tensors where products read them.
 
 The CPU's kernel (`adapt.cpp`, whose structs `adapt.h` explains) reads them in one stream, on huge pages.
-Torch and the kernels of a GPU (`devices/cuda/adapter_kernels.py`) read them on the device.
+Torch and the kernels of a GPU (`devices/cuda/adapters.py`) read them on the device.
 """
 
 from __future__ import annotations
