@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
@@ -91,43 +90,23 @@ class PieceArrival:
     announced: float
 
 
-@dataclass
-class ArrivalRecord:
-    """The arrivals of one lease's pieces.
+def arrival_of(pieces: Sequence[tuple[Piece, PieceArrival]]) -> Arrival:
+    """Summarize the arrivals of a lease's pieces, right after the last one.
 
     The sender reports durations only, so the two clocks need not agree. Time in transit is not included.
     """
-
-    transport: str = ""
-    nbytes: int = 0
-    wait_s: float = 0.0
-    foreign_formats: set[str] = field(default_factory=set)
-    _first_push: float = math.inf
-    _final_push_s: float = 0.0
-
-    def add(self, piece: Piece, arrival: PieceArrival) -> None:
-        self.transport = arrival.transport
-        self.nbytes += arrival.nbytes
-        self.wait_s += piece.waited_s
-        if arrival.foreign_format:
-            self.foreign_formats.add(arrival.foreign_format)
-        self._first_push = min(self._first_push, arrival.announced - piece.waited_s - piece.pushed_s)
-        if piece.final:
-            self._final_push_s = piece.pushed_s
-
-    def arrival(self) -> Arrival:
-        """Summarize the arrivals. Called right after the last piece has arrived."""
-        now = time.monotonic()
-        seconds = now - self._first_push
-        return Arrival(
-            at=now,
-            transport=self.transport,
-            nbytes=self.nbytes,
-            seconds=seconds,
-            exposed_s=max(0.0, seconds - self._final_push_s),
-            wait_s=self.wait_s,
-            foreign_formats=frozenset(self.foreign_formats),
-        )
+    now = time.monotonic()
+    seconds = now - min(way.announced - piece.waited_s - piece.pushed_s for piece, way in pieces)
+    final_push_s = max((piece.pushed_s for piece, _ in pieces if piece.final), default=0.0)
+    return Arrival(
+        at=now,
+        transport=pieces[-1][1].transport,
+        nbytes=sum(way.nbytes for _, way in pieces),
+        seconds=seconds,
+        exposed_s=max(0.0, seconds - final_push_s),
+        wait_s=sum(piece.waited_s for piece, _ in pieces),
+        foreign_formats=frozenset(way.foreign_format for _, way in pieces if way.foreign_format),
+    )
 
 
 @dataclass(slots=True)
@@ -163,7 +142,7 @@ class Lease:
         """The mark after the launched work that uses the blocks."""
         self.sender: str | None = None
         self.lost_at: float | None = None
-        self.arrivals = ArrivalRecord()
+        self.arrivals: list[tuple[Piece, PieceArrival]] = []
         self._received: dict[int, npt.NDArray[np.bool_]] = {
             block_pool: np.zeros(max(0, end - first), dtype=bool)
             for block_pool, (first, end) in spans.items()
@@ -326,9 +305,9 @@ class LeaseTable:
     ) -> tuple[int, Arrival | None]:
         """Record a piece. Return the number of blocks in place and, after the last piece, the arrival."""
         with self._lock:
-            lease.arrivals.add(piece, arrival)
+            lease.arrivals.append((piece, arrival))
             received = lease.record(piece, positions)
-            return received, lease.arrivals.arrival() if lease.is_complete else None
+            return received, arrival_of(lease.arrivals) if lease.is_complete else None
 
     def connected(self, sender: str) -> None:
         """Count one more connection from this sender."""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.blocks.extents import NO_BLOCKS, Blocks
 from kvtransfer.blocks.memory import PoolMemory, map_peer_pool
-from kvtransfer.lease import ArrivalRecord, PieceArrival
+from kvtransfer.lease import PieceArrival, arrival_of
 from kvtransfer.messages import Piece
 from kvtransfer.streams.pieces import PieceQueue, QueuedPiece, TransferTime
 from kvtransfer.transports import shm
@@ -99,12 +99,11 @@ def test_overlapping_pieces_count_once_and_only_time_before_the_end_is_hidden() 
 
 def test_an_arrivals_times_need_no_common_clock() -> None:
     """The last piece was pushed two seconds after the first, and each waited before it was sent."""
-    arrivals, now = ArrivalRecord(), time.monotonic()
+    now = time.monotonic()
     last = Piece(9, "lease", 1, 1, b"", final=True, pushed_s=2.0, waited_s=0.1)
     first = Piece(8, "lease", 0, 1, b"", final=False, pushed_s=0.0, waited_s=0.5)
-    arrivals.add(last, PieceArrival("tcp", "", 100, announced=now - 0.1))
-    arrivals.add(first, PieceArrival("tcp", "int8", 300, announced=now - 2.0))
-    arrival = arrivals.arrival()
+    of_last = PieceArrival("tcp", "", 100, announced=now - 0.1)
+    arrival = arrival_of([(last, of_last), (first, PieceArrival("tcp", "int8", 300, announced=now - 2.0))])
     assert (arrival.transport, arrival.nbytes) == ("tcp", 400)
     assert arrival.seconds == pytest.approx(2.5, abs=0.1)
     assert arrival.exposed_s == pytest.approx(0.5, abs=0.1)
