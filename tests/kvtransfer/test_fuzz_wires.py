@@ -31,7 +31,7 @@ from protocol.errors import ProtocolError
 from protocol.handoff import SegmentInfo
 from tests.fuzzing import SECONDS, altered, damaged, each_edge, fuzz, too_deep
 from tests.kvtransfer.test_leases import runs
-from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, make_pool, push_one
 from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
@@ -183,7 +183,5 @@ def test_fuzz_a_sender_with_the_key(
 def check_all_is_well(closing: Closing, receiver: ReceiverEnd, transport: str) -> None:
     wait_until(lambda: not any("kv-receive" in thread.name for thread in threading.enumerate()))
     assert "failures_internal" not in receiver.receiver.counters()
-    sender = closing(SenderEnd([transport]))
-    receiver.open("afterwards", [9])
-    sender.push(receiver.peer, "afterwards", [9])
-    assert isinstance(sender.wait_lease("afterwards"), Completed)
+    receiver.receiver.close_lease("lease")
+    assert isinstance(push_one(closing(SenderEnd([transport])), receiver), Completed)

@@ -21,7 +21,15 @@ from kvtransfer.messages import GOOD, PREFIX_BYTES, SPOILED, Ack, Piece, encode,
 from kvtransfer.receiver import Receiver
 from protocol.errors import ProtocolError
 from protocol.handoff import Extent
-from tests.kvtransfer.transfer_sides import RawPeer, RawReceiver, ReceiverEnd, SenderEnd, block, make_pool
+from tests.kvtransfer.transfer_sides import (
+    RawPeer,
+    RawReceiver,
+    ReceiverEnd,
+    SenderEnd,
+    block,
+    make_pool,
+    push_one,
+)
 from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
@@ -51,9 +59,7 @@ def test_an_unknown_lease_fails_only_itself(closing: Closing, transport: str) ->
         sender.push(receiver.peer, lease, [2], first, final=False)
         assert sender.wait_lease(lease) == Failed(lease, "unknown lease")
     assert content(receiver) == before and receiver.receiver.poll() == []
-    receiver.open("lease", [1])
-    sender.push(receiver.peer, "lease", [1])
-    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert isinstance(push_one(sender, receiver), Completed)
     assert sender.sender.counters()["connections_made"] == 1
     for side in (sender.sender, receiver.receiver):
         assert side.counters()["failures_unknown_lease"] == 2
@@ -299,9 +305,7 @@ def test_an_internal_error_does_not_end_the_accepting_thread(
 
     monkeypatch.setattr(Receiver, "_accept_one", failing_once)
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
-    receiver.open("lease", [1])
-    sender.push(receiver.peer, "lease", [1])
-    assert isinstance(sender.wait_lease("lease"), Completed)
+    assert isinstance(push_one(sender, receiver), Completed)
     assert receiver.receiver.counters()["failures_internal"] == 1
 
 
