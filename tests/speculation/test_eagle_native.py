@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear
 from engine.quantization.weight import CodeFormat
 from protocol.speculation import Quantization, Verification
 from speculation.eagle import EagleHead, head_program
+from tests.engine.kernels import needs_kernel
 from tests.speculation import eagle_files as files
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.small_engine import write_noisy
 
-pytestmark = pytest.mark.skipif(
-    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="no native decoder on this host"
-)
+pytestmark = needs_kernel
 
 HEADS: dict[str, Callable[[Path], files.Published]] = {
     "eagle1": lambda target: files.eagle1(target),

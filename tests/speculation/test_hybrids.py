@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 
 from engine.engine import Engine
 from engine.kv.state_slots import RecurrentLayer, StateLayout, StateSlots
@@ -25,6 +24,7 @@ from speculation import self_speculative as self_drafter
 from speculation.draft_model import DraftModel, DraftStateSlots
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
+from tests.engine.devices.test_recurrent import needs_hooks
 from tests.speculation import scripted
 from tests.speculation.methods import CRAMPED, METHODS, Given, write_heads
 from tests.speculation.methods import requests as sampled_requests
@@ -42,10 +42,7 @@ from tests.speculation.small_engine import (
 )
 from tests.worker.tiny_model import greedy, load
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
-    reason="this Transformers' recurrent layers call other functions",
-)
+pytestmark = needs_hooks
 
 MODELS = ["qwen3_next", "falcon_h1", "jamba", "lfm2"]
 LENGTHS = [1, 14, 16, 31, 50]

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.engine import Engine
-from engine.linear.packed import kernel_fault
 from engine.sampler import gumbel_noise, stream_keys
 from engine.step.draft import Draft
 from protocol.errors import ConfigError
 from protocol.speculation import Verification
 from speculation import drawing
 from speculation.medusa import StaticTree, assumed_acceptance, choose_tree
+from tests.engine.kernels import needs_kernel
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.eagle_files import VOCAB, WIDTH
 from tests.speculation.medusa_files import own_names, random_heads, vllm_names, write_v1, write_vllm
@@ -30,9 +30,6 @@ from tests.speculation.small_engine import ask, drafting, native_config, run, sm
 from tests.speculation.small_engine import prompt_of as any_prompt
 from tests.worker.tiny_model import VOCAB_SIZE
 
-NEEDS_KERNEL = pytest.mark.skipif(
-    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="this machine has no such kernel"
-)
 HIDDEN_SIZE = 64
 NUM_HEADS = 4
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 11}
@@ -47,7 +44,7 @@ def watch(deep_target: Path, tmp_path: Path) -> Callable[..., Watched]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shared"), [("float32", False), pytest.param("bfloat16", True, marks=NEEDS_KERNEL)]
+    ("dtype", "shared"), [("float32", False), pytest.param("bfloat16", True, marks=needs_kernel)]
 )
 def test_quantized_heads_draft_nearly_the_same_and_change_no_token(
     target: Path, tmp_path: Path, shared: bool, dtype: str

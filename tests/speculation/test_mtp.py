@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.linear.packed import kernel_fault
 from protocol.errors import ConfigError
 from protocol.speculation import SpeculativeConfig
 from speculation.checkpoint import Checkpoint
 from speculation.mtp_head import load_mtp
 from speculation.tree_growth import TREE_WIDTH
 from tests.e2e.architectures import VOCAB_SIZE
+from tests.engine.kernels import needs_kernel
 from tests.speculation.eagle_engine import Watched
 from tests.speculation.mtp_files import FAMILIES, publish, quantize, store
 from tests.speculation.small_engine import prompt_of
@@ -74,9 +74,7 @@ def test_trees_of_several_heads(name: str, tmp_path: Path) -> None:
 NATIVE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "mimo")
 
 
-@pytest.mark.skipif(
-    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="no native decoder on this host"
-)
+@needs_kernel
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_rows_equal_torchs(name: str, tmp_path: Path) -> None:
     publish(name, tmp_path)

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.engine import Engine
 from engine.kv.layout import TARGET
 from engine.linear import packed_quantized
-from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedWeight
 from engine.load.select import load_packed
 from engine.quantization.weight import QuantizedWeight
@@ -28,13 +27,11 @@ from protocol.speculation import SpeculativeConfig
 from speculation import self_speculative
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
+from tests.engine.kernels import needs_kernel
 from tests.speculation.scripted import Answers
 from tests.speculation.small_engine import ask, drafted_and_accepted, prompt_of, run, small_config, tokens
 
 NUM_LAYERS = 4
-needs_kernels = pytest.mark.skipif(
-    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="no kernels"
-)
 LLAMA = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -89,7 +86,7 @@ def plain(folders: dict[str, Path]) -> Callable[[str, str], Answers]:
     return functools.cache(lambda model, dtype: tokens(run(plain_of(folders[model], dtype), REQUESTS)))
 
 
-DTYPES = ["float32", pytest.param("bfloat16", marks=needs_kernels)]
+DTYPES = ["float32", pytest.param("bfloat16", marks=needs_kernel)]
 
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -104,11 +101,11 @@ PARTS: dict[str, dict[str, Any]] = {
     ("part", "model", "dtype"),
     [
         *((part, "llama", "float32") for part in PARTS),
-        *(pytest.param(part, "llama", "bfloat16", marks=needs_kernels) for part in PARTS),
+        *(pytest.param(part, "llama", "bfloat16", marks=needs_kernel) for part in PARTS),
         ("skip_layers", "gemma3_text", "float32"),
         ("exit_layer", "gpt2", "float32"),
-        pytest.param("default", "gemma3_text", "bfloat16", marks=needs_kernels),
-        pytest.param("quantization", "gpt2", "bfloat16", marks=needs_kernels),
+        pytest.param("default", "gemma3_text", "bfloat16", marks=needs_kernel),
+        pytest.param("quantization", "gpt2", "bfloat16", marks=needs_kernel),
     ],
 )
 def test_no_choice_of_layers_changes_a_token(
@@ -128,8 +125,8 @@ def test_no_choice_of_layers_changes_a_token(
     [
         ("gpt2", "float32"),
         ("gemma3_text", "float32"),
-        pytest.param("gemma3_text", "bfloat16", marks=needs_kernels),
-        pytest.param("llama", "bfloat16", marks=needs_kernels),
+        pytest.param("gemma3_text", "bfloat16", marks=needs_kernel),
+        pytest.param("llama", "bfloat16", marks=needs_kernel),
     ],
 )
 def test_drafts_of_all_layers_are_always_right(
@@ -141,7 +138,7 @@ def test_drafts_of_all_layers_are_always_right(
     assert drafted == accepted > 40
 
 
-@needs_kernels
+@needs_kernel
 @pytest.mark.parametrize("options", [{}, {"quantization": "int4"}], ids=str)
 @pytest.mark.parametrize("model", ["falcon_h1", "qwen3_moe"])
 def test_layers_with_two_mixers_or_experts_draft_natively(
@@ -174,7 +171,7 @@ def kv(engine: Engine, sequence: SequenceState, places: range, num_layers: int =
     )
 
 
-@needs_kernels
+@needs_kernel
 def test_draft_and_verification_write_the_same_bits_in_the_first_layers(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +206,7 @@ def test_draft_and_verification_write_the_same_bits_in_the_first_layers(
     assert compared > 40
 
 
-@needs_kernels
+@needs_kernel
 @pytest.mark.parametrize("options", [{"skip_layers": [1]}, {"quantization": "int4"}], ids=str)
 def test_drafts_do_not_change_the_models_kv(folders: dict[str, Path], options: dict[str, Any]) -> None:
     """This includes layers whose weights or inputs differ in the draft."""
@@ -227,7 +224,7 @@ def test_drafts_do_not_change_the_models_kv(folders: dict[str, Path], options: d
 # --- models that cannot draft ------------------------------------------------------------------------
 
 
-@needs_kernels
+@needs_kernel
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("pays", [True, False])
 def test_inputs_are_quantized_if_that_pays(

@@ -17,6 +17,8 @@ from tests.engine.devices.test_recurrent import assert_empty, needs_hooks, room_
 from tests.engine.test_engine import Make, ask, prompt_of, run, tiny_engine, tokens
 from tests.worker.tiny_model import assert_greedy
 
+pytestmark = needs_hooks
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -55,7 +57,6 @@ class Asker:
         return self.engine.stats().prefix_hit_tokens - before
 
 
-@needs_hooks
 @pytest.mark.parametrize(("block_size", "budget"), [(8, 256), (16, 23), (16, 256), (32, 23)])
 def test_prompts_continue_from_their_last_shared_state(
     make_engine: Make, reference: PreTrainedModel, block_size: int, budget: int
@@ -83,7 +84,6 @@ def asked_again(asked: Asker, prompt: list[int], max_tokens: int) -> list[int]:
     return asked.answers[0]
 
 
-@needs_hooks
 def test_prompts_that_arrive_together_share_the_first_ones_states(
     make_engine: Make, reference: PreTrainedModel
 ) -> None:
@@ -93,7 +93,6 @@ def test_prompts_that_arrive_together_share_the_first_ones_states(
     assert asked(*[prompt_of(83, 9)] * 3) == 2 * 80
 
 
-@needs_hooks
 def test_a_hit_fits_if_its_prompt_just_fitted(make_engine: Make, reference: PreTrainedModel) -> None:
     """The state that it continues from makes room for the one that it hands over."""
     roomy = make_engine(max_model_len=128)
@@ -110,7 +109,6 @@ def test_a_hit_fits_if_its_prompt_just_fitted(make_engine: Make, reference: PreT
     assert found == [0, 112]
 
 
-@needs_hooks
 def test_evicted_blocks_return_with_their_state(
     make_engine: Make, reference: PreTrainedModel, tmp_path: Path
 ) -> None:
@@ -137,7 +135,6 @@ def test_evicted_blocks_return_with_their_state(
     again.engine.close()
 
 
-@needs_hooks
 def test_kept_states_are_counted(make_engine: Make, reference: PreTrainedModel) -> None:
     roomy = make_engine()
     engine = make_engine(kv_cache_memory_bytes=room_of(roomy, 18 + 2 * roomy.pool.state_blocks))
@@ -159,7 +156,6 @@ def test_kept_states_are_counted(make_engine: Make, reference: PreTrainedModel) 
     }
 
 
-@needs_hooks
 def test_a_prompt_whose_hand_off_failed_continues_here(make_engine: Make, reference: PreTrainedModel) -> None:
     engine = make_engine()
     prompts = {"short": prompt_of(9), "long": prompt_of(70, 1)}
@@ -182,7 +178,6 @@ def test_a_prompt_whose_hand_off_failed_continues_here(make_engine: Make, refere
     assert_empty(engine)
 
 
-@needs_hooks
 @pytest.mark.parametrize("compile", ["auto", "off"])
 def test_bfloat16_gives_the_same_bits_in_any_chunks_and_batch(make_engine: Make, compile: str) -> None:
     def served(budget: int, num_mates: int) -> list[TokenOutput]:
@@ -200,7 +195,6 @@ def test_bfloat16_gives_the_same_bits_in_any_chunks_and_batch(make_engine: Make,
     assert facts(served(33, 5)) == alone
 
 
-@needs_hooks
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -215,7 +209,6 @@ def test_unsupported_options_are_named(make_engine: Make, options: dict[str, Any
         make_engine(**options)
 
 
-@needs_hooks
 def test_states_only_move_to_equal_pools(make_engine: Make) -> None:
     ours = make_engine().handoff.segments
     assert conversion_problem(ours, ours) is None

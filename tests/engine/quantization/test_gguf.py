@@ -9,9 +9,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from checkpoints.gguf.reader import GgufTensor
-from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, fits
 from engine.quantization.gguf import dequantized, quantized_weight
+from tests.engine.kernels import needs_kernel
 
 STORED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K")
 OTHERS = ("F32", "F16", "BF16", "Q2_K", "Q3_K", "Q6_K")
@@ -55,9 +55,7 @@ def test_other_types_are_dequantized(name: str) -> None:
     assert torch.equal(dequantized(tensor, torch.float32), expected)
 
 
-@pytest.mark.skipif(
-    kernel_fault(torch.device("cpu"), torch.bfloat16) is not None, reason="no kernel for this CPU"
-)
+@needs_kernel
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_products(name: str, rows: int) -> None:
