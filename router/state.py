@@ -26,7 +26,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.drainer import Drainer
 from router.dispatch.kv_feed import KvFeed
 from router.dispatch.placer import Placer
-from router.dispatch.roll_call import RollCall
+from router.dispatch.races import RollCall
 from router.dispatch.worker_link import WorkerLink
 from router.errors import unavailable
 from router.middleware import BrowserGuard
@@ -106,7 +106,7 @@ class RouterState:
         self.scaler = Scaler(core, self.drainer, self.turns)
         self.restarter = Restarter(core, self.drainer, self.scaler, self.turns)
         self.autoscaler = Autoscaler(core, self.scaler, self.drainer, self.placer.meter)
-        self.roll_call = RollCall(core, self.placer.loads, self.dispatcher)
+        self.roll_call = RollCall(core, self.placer.loads, self.dispatcher.lost)
         self.registry.on_registered = self._on_registered
         self.registry.on_lost = self._on_lost
         self.registry.on_refused = self._refuse

@@ -1,22 +1,26 @@
-"""Races: while a worker is suspect, its requests also run on other workers, and the first token decides.
+"""Requests without news: races on other workers while their own is suspect, and questions about lost ones.
 
-Equal seeds give equal tokens, so a copy generates the same tokens as its request. It starts from the tokens
-in the journal and from KV blocks that other workers hold. If the copy sends the next token first, it replaces
-the request, else it is withdrawn. A request has at most one copy. A budget bounds the work of copies: it
-grows with the time of all workers, and each copy costs the predicted time of its prefill.
+While a worker is suspect, its requests also run on other workers, and the first token decides. Equal seeds
+give equal tokens, so a copy generates the same tokens as its request. It starts from the tokens in the
+journal and from KV blocks that other workers hold. If the copy sends the next token first, it replaces the
+request, else it is withdrawn. A request has at most one copy. A budget bounds the work of copies: it grows
+with the time of all workers, and each copy costs the predicted time of its prefill.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 
 from protocol.outputs import TokenOutput
+from protocol.router_to_worker import CallRoll
+from protocol.worker_to_router import AbsentRequests
 from router.dispatch import Core
 from router.dispatch.placer import Placer
 from router.observe.timing import ids
 from router.requests.journal import LiveRequest
-from router.workers.assignment import Assignment, Stage, alone_s
+from router.workers.assignment import Assignment, Loads, Stage, alone_s
 from router.workers.registry import Worker
 
 logger = logging.getLogger(__name__)
@@ -127,3 +131,54 @@ class Races:
 def _is_abreast(copy: LiveRequest) -> bool:
     """Return whether the copy continues at the current end of the answer."""
     return copy.num_emitted_before == len(copy.output_token_ids)
+
+
+ASK_AFTER_S = 1.0
+"""[seconds] Silence before a question: many step times, and about as long as clients wait after a death."""
+
+
+class RollCall:
+    """The search for lost requests, which `lost` places again. Runs on the event loop only.
+
+    A request is lost if a connection broke and took the message that brought the request to its worker, or
+    the last message of its answer. The question uses the same connection as the former, and its reply the
+    same as the latter, so a request with a message under way is never taken for lost.
+    """
+
+    def __init__(
+        self, core: Core, loads: Loads, lost: Callable[[LiveRequest, Assignment, str], None]
+    ) -> None:
+        _, self._journal, self._registry, self._metrics, self._send = core
+        self._loads = loads
+        self._lost = lost
+
+    def sweep(self, now: float) -> None:
+        """Ask about requests without news for `ASK_AFTER_S`. To be called a few times a second."""
+        silent: defaultdict[Worker, list[str]] = defaultdict(list)
+        for request, at in self._journal.assigned():
+            is_sent = at.stage is not Stage.HELD
+            if is_sent and now - max(request.last_message_at, request.asked_at) > ASK_AFTER_S:
+                silent[at.worker].append(request.request_id)
+                request.asked_at = now
+        for worker, request_ids in silent.items():
+            if worker.is_reachable:
+                self._send(worker, CallRoll(incarnation=worker.key.incarnation, request_ids=request_ids))
+
+    def absent(self, message: AbsentRequests) -> None:
+        worker = self._registry.current(message.worker_id, message.incarnation)
+        if worker is None:
+            self._metrics.count("messages_dropped_total", "stale_incarnation")
+            return
+        for request_id in message.request_ids:
+            request = self._journal.get(request_id)
+            at = request.current if request is not None else None
+            if request is not None and at is not None and at.worker is worker:
+                self._on_absent(request, at)
+
+    def _on_absent(self, request: LiveRequest, at: Assignment) -> None:
+        if at.stage is Stage.TRANSFER:
+            self._loads.handed_over(at)
+            return
+        self._metrics.count("requests_lost_total")
+        reason = f"worker {at.worker.key.worker_id} has nothing of it: a message got lost"
+        self._lost(request, at, reason)

@@ -41,7 +41,7 @@ from protocol.worker_to_router import (
     StepOutput,
     WorkerState,
 )
-from router.dispatch.roll_call import ASK_AFTER_S
+from router.dispatch.races import ASK_AFTER_S
 from router.errors import ApiError
 from router.requests.journal import Generation
 from router.state import RouterState

@@ -175,7 +175,7 @@ def test_tokens_that_do_not_follow_are_computed_again(make_router, shift):
 
 
 def test_a_request_that_waits_at_its_worker_is_not_lost(make_router, pool, monkeypatch):
-    monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.1)
+    monkeypatch.setattr("router.dispatch.races.ASK_AFTER_S", 0.1)
     router = make_router()
     prefill, decode = make_pair(router)
     asked: list[str] = []

@@ -173,7 +173,7 @@ FAULTS = [
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_answer_survives_the_fault(make_router, pool, fault, point, monkeypatch):
-    monkeypatch.setattr("router.dispatch.roll_call.ASK_AFTER_S", 0.2)
+    monkeypatch.setattr("router.dispatch.races.ASK_AFTER_S", 0.2)
     # A slow worker must not count as frozen in other cases.
     timeout_s = 1.0 if fault is holder_freezes_and_thaws else 10.0
     scene = Scene(make_router(worker_timeout=timeout_s), pool, point)
