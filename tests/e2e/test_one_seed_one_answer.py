@@ -37,32 +37,23 @@ class Serving:
         self.cluster = cluster
         self.decode = cluster.start("decode", "decode-0", config)
         self.prefill = cluster.start("prefill", "prefill-0", config) if disaggregated else None
-
-    def send(self, request_id: str, prompt: list[int], **sampling: Any) -> None:
-        made = request(request_id, prompt, NUM_TOKENS, **sampling)
-        if self.prefill is None:
-            self.cluster.generate(self.decode, made)
-        else:
-            self.cluster.generate(self.prefill, made, self.decode.address)
+        self._first = self.prefill or self.decode
+        self._then = {} if self.prefill is None else {"decode": self.decode.address}
 
     def answers(self, name: str) -> list[list[int]]:
-        ids = [f"{name}-{index}" for index in range(len(SAMPLING))]
-        for request_id, sampling in zip(ids, SAMPLING, strict=True):
-            self.send(request_id, PROMPT, **sampling)
-            self.cluster.run(request_id)
-        return [self.cluster.tokens(request_id) for request_id in ids]
+        asked = [request(f"{name}-{n}", PROMPT, NUM_TOKENS, **each) for n, each in enumerate(SAMPLING)]
+        return [self.cluster.serve(self._first, each, **self._then) for each in asked]
 
     def answers_in_a_crowd(self, name: str) -> list[list[int]]:
-        ids = [f"{name}-{index}" for index in range(len(SAMPLING))]
-        others = [f"{name}-other-{index}" for index in range(12)]
-        for index, (request_id, prompt) in enumerate(
-            zip(others, prompts([9 * n + 3 for n in range(12)], 8), strict=True)
-        ):
-            self.send(request_id, prompt, temperature=0.1 * index, top_k=5 * index, seed=index)
-        for request_id, sampling in zip(ids, SAMPLING, strict=True):
-            self.send(request_id, PROMPT, **sampling)
-        self.cluster.run(*ids, *others)
-        return [self.cluster.tokens(request_id) for request_id in ids]
+        asked = [
+            request(f"{name}-other-{n}", prompt, NUM_TOKENS, temperature=0.1 * n, top_k=5 * n, seed=n)
+            for n, prompt in enumerate(prompts([9 * n + 3 for n in range(12)], 8))
+        ]
+        asked += [request(f"{name}-{n}", PROMPT, NUM_TOKENS, **each) for n, each in enumerate(SAMPLING)]
+        for each in asked:
+            self.cluster.generate(self._first, each, **self._then)
+        self.cluster.run(*(each.request_id for each in asked))
+        return [self.cluster.tokens(each.request_id) for each in asked[-len(SAMPLING) :]]
 
 
 @pytest.fixture(scope="module")
