@@ -183,7 +183,7 @@ def no_races(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as executor:
+    with ThreadPoolExecutor(64) as executor:
         yield executor
 
 

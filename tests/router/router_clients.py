@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,15 +14,10 @@ from fake_worker import FakeWorker
 from protocol.codec import encode
 from protocol.outputs import TokenOutput
 from protocol.worker_to_router import StepOutput
+from tests.waiting import wait_until
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 200}
-
-
-def eventually(condition: Callable[[], Any], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.01)
+eventually = partial(wait_until, timeout_s=60.0)
 
 
 def post(router, **fields) -> httpx.Response:

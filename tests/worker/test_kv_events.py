@@ -15,7 +15,6 @@ import zmq
 
 import worker.kv_events
 from engine.engine import Engine
-from engine.kv.prefix_cache import find_prefix
 from messaging.sockets import ClusterKeys, bind_router, start_authenticator
 from protocol.codec import encode, worker_to_router
 from protocol.config import ServeConfig
@@ -192,18 +191,6 @@ def test_the_index_equals_the_block_manager(wire: Wire) -> None:
     assert {medium for medium, _ in really_held(wire.engine.blocks)} == set(Medium)
     assert wire.counted("kv_events_dropped_total", reason="duplicate") > 0
     assert wire.counted("kv_event_gaps_total") == 0
-
-
-def test_the_index_and_the_engine_find_the_same(wire: Wire) -> None:
-    (prompt,) = prompts(1)
-    wire.run(prompt)
-    wire.deliver()
-    root = wire.engine.cache_format.root()
-    held, _ = find_prefix(wire.engine.blocks, prompt, root)
-    assert len(held.identities) == len(prompt) // 16
-    found = wire.feed.index.find(block_keys(b"".join(held.identities)))
-    assert list(found.values()) == [len(held.identities)]
-    held.free()
 
 
 @pytest.mark.parametrize("kept", [1000, 3])

@@ -175,7 +175,7 @@ def test_a_draft_worker_that_is_drained_loses_its_requests_and_leaves(make, pool
 
 def test_drafts_stop_under_load_and_return(make, pool):
     router, decode = make(CPU_LIKE | {"token_s": 0.5e-3})
-    first = begin(router, pool)
+    first = begin(router, pool, return_timing=True)
     assert wheres(router) == {"local"}
     others = begin(router, pool, 7, max_tokens=LONG // 2)
     eventually(lambda: "none" in wheres(router))
@@ -189,6 +189,9 @@ def test_drafts_stop_under_load_and_return(make, pool):
         replan.plan.method for replan in decode.replans if replan.request_id == decode.replans[-1].request_id
     ]
     assert mine == [None, "draft_model"], "there and back, no more"
+    periods = answer["timing"]["choices"][0]["drafts"]
+    assert [period["where"] for period in periods] == ["local", "none", "local"]
+    assert sum(period["tokens"] for period in periods) == LONG - 1
 
 
 @pytest.mark.parametrize("where", ["none", "local", "remote"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from router_clients import ask_and_leave, eventually, is_idle, lose, make_pair
@@ -20,12 +19,6 @@ AHEAD = ROWS + 2
 @pytest.fixture
 def router(make_router):
     return make_router(max_num_seqs=ROWS, api_key=", ".join(KEYS), drain_timeout=1.0)
-
-
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(64) as executor:
-        yield executor
 
 
 def ask(pool, router, key: int, count: int = 1, **fields) -> list:

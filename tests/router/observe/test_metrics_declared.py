@@ -8,6 +8,9 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from engine.kv.tiers.disk import DiskCounters
 from engine.kv.tiers.host import HostCounters
@@ -24,7 +27,7 @@ from protocol.metrics import (
 )
 from protocol.roles import ROLES
 from protocol.worker_to_router import WorkerState
-from router.observe.metrics import ServerTotals
+from router.observe.metrics import LoopHistogram, ServerTotals
 from speculation.account import Account
 from tests.docs.metrics_table import DOCUMENT, document
 from worker.parts import Counters
@@ -177,3 +180,22 @@ def test_a_worker_counts_only_declared_metrics():
 def test_reported_names(key, found):
     declared = reported(key, BY_NAME)
     assert (declared[1] if declared else None) == found
+
+
+BOUNDS = (0.001, 0.5, 10.0, 1e6)
+
+
+@given(st.lists(st.floats(min_value=-1, max_value=1e9) | st.sampled_from(BOUNDS)))
+@example([])
+def test_values_are_shown_as_prometheus_shows_them(values):
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    histogram = LoopHistogram("tandem_a_seconds", "What it is.", BOUNDS, "a model")
+    ours.register(histogram)
+    own = Histogram("tandem_a_seconds", "What it is.", ["model_name"], buckets=BOUNDS, registry=theirs)
+    for value in values:
+        histogram.observe(value)
+        own.labels("a model").observe(value)
+    if not values:
+        own.labels("a model")
+    expected = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == expected

@@ -1,4 +1,4 @@
-"""A choice's text does not depend on how its tokens are spread over steps."""
+"""Neither a choice's text nor where stop strings cut it depends on how it is split."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from protocol.config import ServeConfig
 from protocol.outputs import TokenLogprobs, TokenOutput
 from router.text.choice import Choice, Prompt
+from router.text.detokenizer import StopStringMatcher
 from router.text.tokenizer import Tokenizer
 
 
@@ -62,3 +63,47 @@ def test_step_boundaries_do_not_matter(model_folder, steps, stops, include, min_
 @functools.cache
 def _tokenizer(folder: str) -> Tokenizer:
     return Tokenizer.load(ServeConfig(model=folder))
+
+
+ALPHABET = "ab\n🙂"
+
+
+def cut(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Cut by definition: the text ends at the first character at which some stop string is complete."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[:end] if include else text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.text(ALPHABET, max_size=4), max_size=12),
+    stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
+    include=st.booleans(),
+)
+def test_equals_cutting_the_whole_text(pieces, stops, include):
+    text, matched = cut("".join(pieces), stops, include)
+    matcher = StopStringMatcher(stops, include)
+    assert "".join(matcher.push(piece) for piece in pieces) + matcher.flush() == text
+    assert matcher.matched == matched
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    pieces=st.lists(st.text(ALPHABET, max_size=4), max_size=8),
+    stops=st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4),
+)
+def test_only_a_possible_beginning_of_a_stop_is_held_back(pieces, stops):
+    matcher = StopStringMatcher(stops)
+    seen = shown = ""
+    for piece in pieces:
+        seen += piece
+        shown += matcher.push(piece)
+        if matcher.matched is not None:
+            break
+        held = seen[len(shown) :]
+        assert seen.startswith(shown)
+        assert held == "" or any(stop.startswith(held) for stop in stops)

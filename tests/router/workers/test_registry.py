@@ -1,4 +1,4 @@
-"""The registry of workers, in isolation."""
+"""The registry of workers, in isolation, and a registration that the router refuses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from math import inf
 
 import msgspec
 import pytest
+import zmq
 
+from messaging.sockets import connect_dealer
+from protocol.codec import router_to_worker
 from protocol.costs import StepCosts
-from protocol.version import PROTOCOL, version
+from protocol.router_to_worker import Refused
+from protocol.version import PROTOCOL
 from protocol.worker_to_router import WorkerState
 from router.workers.registry import WATCH_INTERVAL_S, Registry, Worker
 from tests.router.placed import registration
@@ -287,11 +291,25 @@ def refused_with(recorder: Recorder, **changes) -> str:
     return reason
 
 
-def test_workers_of_another_protocol_or_of_other_weights_are_refused_by_name():
-    reason = refused_with(Recorder(), protocol=PROTOCOL + 1, release="9.8")
-    assert reason == (
-        f"the router (Tandem {version()}) speaks protocol {PROTOCOL}, the worker (Tandem 9.8) {PROTOCOL + 1}"
-    )
+def test_workers_of_other_weights_or_roles_are_refused_by_name():
     reason = refused_with(Recorder(), weights="other")
     assert reason == "the worker has weights 'other', the cluster ''"
     assert refused_with(Recorder(), role="cook") == "there is no role 'cook'"
+
+
+REGISTER = msgspec.to_builtins(registration("decode-0", "a" * 16, protocol=PROTOCOL + 1, release="9.8"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"state": "of another kind", "model": None}])
+def test_a_worker_of_another_protocol_is_refused(make_router, changes):
+    router = make_router()
+    with zmq.Context() as context:
+        socket = connect_dealer(context, router.keys, router.server.state.link.endpoint, "decode-0")
+        socket.send(msgspec.msgpack.encode(REGISTER | changes))
+        assert socket.poll(20_000)
+        answer = router_to_worker.decode(socket.recv())
+        socket.close()
+    assert isinstance(answer, Refused) and answer.incarnation == "a" * 16
+    assert f"protocol {PROTOCOL}, the worker (Tandem 9.8) {PROTOCOL + 1}" in answer.reason
+    assert router.metric("tandem_messages_dropped_total", reason="refused_registration") == 1
+    assert router.http.get("/workers").json()["workers"] == []
