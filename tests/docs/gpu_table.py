@@ -21,12 +21,11 @@ from engine.batch.step_inputs import StepInputs
 from engine.devices.cuda.adapters import AdaptedProduct
 from engine.devices.cuda.attention import backend
 from engine.devices.cuda.decoder import Added, CudaDecoder, Made
-from engine.devices.cuda.experts import RoutedTiles, add_up
+from engine.devices.cuda.experts import RoutedTiles, Router, add_up, routes_of
 from engine.devices.cuda.fp8_products import rounded
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear
 from engine.devices.cuda.recurrent import mixers, operators
-from engine.devices.cuda.routing import Router, routes_of
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.latent_attention import Absorbed
 from engine.kv.attention import AttentionMetadata, AttentionOptions, LayerKv

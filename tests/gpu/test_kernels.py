@@ -11,11 +11,10 @@ from torch import nn
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
-from engine.devices.cuda import routing
+from engine.devices.cuda import experts as cuda_experts
 from engine.devices.cuda.attention.backend import TritonBackend
-from engine.devices.cuda.experts import RoutedTiles
+from engine.devices.cuda.experts import RoutedTiles, Router, routes_of
 from engine.devices.cuda.products import TiledLinear
-from engine.devices.cuda.routing import Router, routes_of
 from engine.devices.torch.attention import TorchBackend
 from engine.linear.quantized import QuantizedLinear, round_to_nearest
 from engine.quantization.weight import CodeFormat
@@ -165,10 +164,10 @@ def test_routers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experts.shared_gate.linears[0].to(CUDA)
     router = Router.of(replace(experts, **moved), shared=True)
     x = torch.randn(300, INPUTS, dtype=torch.bfloat16, device=CUDA)
-    monkeypatch.setattr(routing, "_FEW_EACH", 0)
+    monkeypatch.setattr(cuda_experts, "_FEW_EACH", 0)
     _, together = router.routes(x)
     chosen, _ = router.choose(x)
-    monkeypatch.setattr(routing, "_FEW_EACH", 1 << 20)
+    monkeypatch.setattr(cuda_experts, "_FEW_EACH", 1 << 20)
     for count in (1, 40, 300):
         assert torch.equal(router.routes(x[:count])[1], together[:count])
         assert torch.equal(router.choose(x[:count])[0], chosen[:count])

@@ -15,14 +15,13 @@ from torch.nn.functional import embedding
 
 from engine.batch.step_inputs import StepInputs
 from engine.devices.attention import by_table, capturable
-from engine.devices.cuda.experts import TiledExperts
+from engine.devices.cuda.experts import Router, TiledExperts
 from engine.devices.cuda.joined_products import packed, packed_of, stacked
 from engine.devices.cuda.kernels import add_norm, gate, open_heads, rotate, token_vectors
 from engine.devices.cuda.latents import attend_latents
 from engine.devices.cuda.products import TiledLinear, tiled
 from engine.devices.cuda.recurrent import mixers
 from engine.devices.cuda.recurrent.operators import TritonOperators
-from engine.devices.cuda.routing import Router
 from engine.devices.torch.operations import (
     Operations,
     capped,

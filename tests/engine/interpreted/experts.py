@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from engine.devices.cuda import routing as lists
-from engine.devices.cuda.experts import RoutedTiles, TiledExperts, tile_experts
+from engine.devices.cuda import experts as cuda_experts
+from engine.devices.cuda.experts import RoutedTiles, TiledExperts, routes_of, tile_experts
 from engine.devices.cuda.products import Routes, tile_linears
 from engine.load.quantized_checkpoint import load_quantized
 from engine.load.rounding import round_layers
@@ -48,7 +48,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     _, ours = packed("qwen3_moe", format, torch.bfloat16)
     hidden, chosen, weights = routing(80, torch.bfloat16)
     sizes = []
-    monkeypatch.setattr(lists, "Routes", lambda *parts: sizes.append(parts[2]) or Routes(*parts))
+    monkeypatch.setattr(cuda_experts, "Routes", lambda *parts: sizes.append(parts[2]) or Routes(*parts))
     together = ours(hidden, chosen, weights)
     for rows in (1, 7):
         assert torch.equal(ours(hidden[:rows], chosen[:rows], weights[:rows]), together[:rows])
@@ -99,9 +99,9 @@ def test_an_mlp_like_the_experts_is_one_more_of_them(format: CodeFormat | None) 
     whole = ours.and_shared(Mlp(*products, Activation.SILU, is_gated=True))
     assert whole is not None and whole.num_experts == 7
     chosen = torch.cat([chosen, torch.full((20, 1), 6)], dim=1)
-    results = whole.results(hidden, lists.routes_of(chosen, 7)).view(20, 4, 64)
+    results = whole.results(hidden, routes_of(chosen, 7)).view(20, 4, 64)
     torch.testing.assert_close(results[:, 3], expected, atol=1e-5, rtol=1e-5)
-    alone = ours.results(hidden, lists.routes_of(chosen[:, :3], 6)).view(20, 3, 64)
+    alone = ours.results(hidden, routes_of(chosen[:, :3], 6)).view(20, 3, 64)
     torch.testing.assert_close(results[:, :3], alone, atol=0, rtol=0)
     again = mlp["down_proj"](nn.functional.silu(mlp["gate_proj"](hidden)) * mlp["up_proj"](hidden))
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)

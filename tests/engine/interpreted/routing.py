@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.devices.cuda import routing
+from engine.devices.cuda import experts as cuda_experts
+from engine.devices.cuda.experts import Router, routes_of
 from engine.devices.cuda.products import Routes, tile_linears
-from engine.devices.cuda.routing import Router, routes_of
 from engine.devices.torch.operations import _route, router_logits
 from engine.load.rounding import round_layers
 from engine.model.program import Activation, Experts, Product, Score
@@ -110,7 +110,7 @@ def test_a_row_has_the_same_bits_in_every_batch(case: str, monkeypatch: pytest.M
     experts, x = experts_of(case), torch.randn(70, INPUTS).bfloat16()
     router = Router.of(replace(experts, router=experts.router.bfloat16()), shared=True)
     alike = [router.routes(x[first : first + rows]) for first, rows in ((0, 1), (9, 7), (30, 40), (0, 70))]
-    monkeypatch.setattr(routing, "_FEW_EACH", 0)
+    monkeypatch.setattr(cuda_experts, "_FEW_EACH", 0)
     routes, weights = router.routes(x)
     chosen = router.choose(x)[0]
     assert routes.rows == 64 and listed(routes) == places_of(chosen)
