@@ -7,6 +7,8 @@ Each answer is written as one line when it is final, so the same command continu
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import io
 import os
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
@@ -19,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from deploy.client import ServerError, authorization
 from native.ownership import OwnershipError, open_own
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, TandemError
 
 MAX_ATTEMPTS = 10
 CONNECT_TIMEOUT_S = 30.0
@@ -34,6 +36,10 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     url: Annotated[str, Meta(pattern="^/v1/")]
     body: dict[str, Any]
     method: str = "POST"
+
+
+_START = b'{"id":"batch_req_'
+"""The bytes with which each line of an output begins."""
 
 
 class _Answered(msgspec.Struct):
@@ -74,12 +80,17 @@ def _problem(request: BatchRequest, seen: Set[str]) -> str | None:
 
 
 def read_answered(lines: BinaryIO, path: Path) -> dict[str, str]:
-    """Return the error of each answer in an output, by custom_id. Removes an incomplete last line."""
+    """Return the error of each answer in an output, by custom_id. Removes an answer that was cut off.
+
+    Raises `ConfigError` if the file is something else, which stays as it is.
+    """
     decode = msgspec.json.Decoder(_Answered).decode
     answered: dict[str, str] = {}
     whole = 0
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
+            if line[: len(_START)] != _START[: len(line)]:
+                raise ConfigError(f"{path}, line {number}: not an answer of a batch: it has no end of line")
             break
         try:
             answer = decode(line)
@@ -99,34 +110,45 @@ def _opened(path: Path) -> BinaryIO:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
-def _opened_output(path: Path) -> BinaryIO:
-    """Open the output for reading and appending. Refuses another user's file, which could be forged."""
+def _opened_output(path: Path) -> io.BufferedRandom:
+    """Open the output for reading and appending, by this run alone. Refuses another user's file, which could
+    be forged.
+    """
     try:
-        return open(open_own(path, os.O_RDWR | os.O_CREAT, 0o666, private=False), "r+b")
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666, private=False)
     except OwnershipError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(f"{path}: another run of `tandem batch` writes to it") from error
+    return open(descriptor, "r+b")
 
 
 def run_batch(
     url: str, api_key: str | None, source: Path, target: Path, *, concurrency: int, priority: int
 ) -> None:
     """Send the requests and print the outcome. Raises `ConfigError`, and `ServerError` for failures."""
-    total = sum(1 for _ in read_requests(source))
+    names = {request.custom_id for request in read_requests(source)}
+    total = len(names)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _opened_output(target) as output, Progress(*columns) as progress:
-        answered = read_answered(output, target)
+        answered = {name: error for name, error in read_answered(output, target).items() if name in names}
         task = progress.add_task("requests", total=total, completed=len(answered))
         left = (request for request in read_requests(source) if request.custom_id not in answered)
-        batch = _Batch(left, output, priority, answered, lambda: progress.advance(task))
-        ended: Exception | None = None
+        batch = _Batch(left, output.raw, priority, answered, lambda: progress.advance(task))
+        ended: BaseException | None = None
         try:
             asyncio.run(batch.run(url, api_key, concurrency))
         except ExceptionGroup as group:
             ended = group.exceptions[0]
+        except KeyboardInterrupt as interrupt:
+            ended = interrupt
     failed = [f"{name}: {error}" for name, error in answered.items() if error]
-    left_over = max(0, total - len(answered))
+    left_over = total - len(answered)
     outcome = f"{len(answered) - len(failed)} completed, {len(failed)} failed"
     print(outcome + (f", {left_over} without an answer" if left_over else ""))
     if ended is not None:
@@ -144,7 +166,7 @@ class _Batch:
     def __init__(
         self,
         left: Iterator[BatchRequest],
-        output: BinaryIO,
+        output: io.RawIOBase,
         priority: int,
         answered: dict[str, str],
         done: Callable[[], object],
@@ -171,10 +193,18 @@ class _Batch:
         for request in self._left:
             answer = await self._ask(http, request)
             if answer is not None:
-                self._output.write(msgspec.json.encode(answer) + b"\n")
-                self._output.flush()
+                self._write(msgspec.json.encode(answer) + b"\n")
                 self._answered[request.custom_id] = _message(answer["error"])
                 self._done()
+
+    def _write(self, line: bytes) -> None:
+        """Append an answer. If a full disk cuts it off, the next run removes it."""
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[self._output.write(rest) or 0 :]
+        except OSError as error:
+            raise TandemError(f"the answers cannot be written: {error.strerror}") from error
 
     async def _ask(self, http: httpx.AsyncClient, request: BatchRequest) -> dict[str, Any] | None:
         """Return the final answer, or None. Raises `ServerError` if no request can succeed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import threading
 from collections import Counter
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from deploy import batch
 from deploy.cli import app
+from tests.full_disk import REASON, full_disk
 
 NAMES = [f"request-{number}" for number in range(20)]
 
@@ -183,6 +185,59 @@ def test_an_existing_other_file_is_not_overwritten(server, run, tmp_path, text):
     result = run()
     assert result.exit_code == 2 and "out.jsonl, line 1: not an answer of a batch: " in result.stderr
     assert (tmp_path / "out.jsonl").read_text() == f"{text}\n" and not server.seen
+
+
+@pytest.mark.parametrize(
+    "text", ["notes", '{"id":"other"}', line(NAMES[0])], ids=["text", "json", "requests"]
+)
+def test_a_file_without_a_last_line_end_is_not_cut(server, run, tmp_path, text):
+    """Only an answer that was cut off is removed."""
+    (tmp_path / "out.jsonl").write_text(text)
+    result = run()
+    assert result.exit_code == 2 and "out.jsonl, line 1: not an answer of a batch: " in result.stderr
+    assert (tmp_path / "out.jsonl").read_text() == text and not server.seen
+
+
+def test_requests_as_output_are_kept(server, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(line("a"))
+    result = CliRunner().invoke(app, ["batch", str(source), str(source)])
+    assert result.exit_code == 2 and source.read_text() == line("a")
+
+
+def test_answers_to_other_requests_do_not_count(server, run, tmp_path):
+    assert run(lines=[line(name) for name in NAMES[:8]]).exit_code == 0
+    result = run(lines=[line(NAMES[0]), line("more")])
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "2 completed, 0 failed")
+    assert set(answers(tmp_path)) == {*NAMES[:8], "more"}
+
+
+def test_one_run_at_a_time_writes_the_answers(server, run, tmp_path):
+    with open(tmp_path / "out.jsonl", "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        result = run()
+    assert result.exit_code == 2 and "another run of `tandem batch` writes to it" in result.stderr
+    assert not server.seen
+
+
+def test_a_full_disk_is_named_and_its_batch_resumes(server, run, tmp_path):
+    with full_disk(3000):
+        result = run("--concurrency", "1")
+    assert result.exit_code == 1
+    assert result.stderr == f"tandem: the answers cannot be written: {REASON}\n"
+    assert " completed, 0 failed, " in result.stdout
+    assert run().exit_code == 0 and set(answers(tmp_path)) == set(NAMES)
+
+
+def test_an_interrupt_still_counts_the_answers(server, run, monkeypatch):
+    def interrupted(running):
+        running.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch.asyncio, "run", interrupted)
+    result = run()
+    assert result.exit_code != 0
+    assert "0 completed, 0 failed, 20 without an answer" in result.stdout
 
 
 def test_answers_are_not_written_to_another_users_file(server, run, tmp_path):
