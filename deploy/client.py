@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 
-from protocol.errors import TandemError
+from protocol.errors import ConfigError, TandemError
+from protocol.server_options import is_sendable
 
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -19,8 +20,12 @@ class ServerError(TandemError):
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """Return the header with the first API key of `api_key`: TANDEM_API_KEY may hold several."""
+    """Return the header with the first API key of `api_key`: TANDEM_API_KEY may hold several. Raises
+    `ConfigError` for a key that no header can hold.
+    """
     key = (api_key or "").partition(",")[0].strip()
+    if not is_sendable(key):
+        raise ConfigError("--api-key: must have printable ASCII characters only")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

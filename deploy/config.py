@@ -30,7 +30,7 @@ from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
 from protocol.requests import parse_lora_modules
 from protocol.roles import ROLES, parse_autoscale
-from protocol.server_options import KV_TRANSPORTS, MAX_API_KEYS
+from protocol.server_options import KV_TRANSPORTS, MAX_API_KEYS, is_sendable
 from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
 from router.api_keys import read_key_file
 
@@ -173,6 +173,8 @@ def _problems(config: ServeConfig) -> Iterator[str]:
             yield f"--kv-transports: unknown transport {name!r}; known: {', '.join(KV_TRANSPORTS)}"
     if config.api_key is not None and not config.api_keys:
         yield "--api-key: names no key"
+    if not all(map(is_sendable, config.api_keys)):
+        yield "--api-key: must have printable ASCII characters only, as HTTP's headers do"
     if len(config.api_keys) > MAX_API_KEYS:
         yield f"--api-key: at most {MAX_API_KEYS} keys, got {len(config.api_keys)}"
     if not config.transport_names:

@@ -18,6 +18,11 @@ MAX_API_KEYS = 256
 """The most API keys; each key has its own metrics."""
 
 
+def is_sendable(api_key: str) -> bool:
+    """Return whether the header of an HTTP request can hold the key."""
+    return api_key.isascii() and api_key.isprintable()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ApiOptions:
     """The HTTP API: its address, keys and limits, and what it reports."""

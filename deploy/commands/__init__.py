@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, cast
+from urllib.parse import urlsplit
 
 import typer
 from typer.core import TyperGroup
@@ -14,7 +15,19 @@ _UsageError: type[Exception] = cast(Any, typer.BadParameter).__bases__[0]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
-Url = Annotated[str, typer.Option(help="Base URL of the server.", envvar="TANDEM_URL")]
+
+def _checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise ConfigError(f"--url: must be like {DEFAULT_URL}, got {url!r}")
+    return url
+
+
+Url = Annotated[str, typer.Option(help="Base URL of the server.", envvar="TANDEM_URL", callback=_checked_url)]
 ApiKey = Annotated[str | None, typer.Option(help="Bearer token.", envvar="TANDEM_API_KEY")]
 ModelTag = Annotated[
     str | None, typer.Argument(metavar="MODEL", help="Local folder or hub id; the same as --model.")
@@ -40,6 +53,11 @@ class Commands(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 raise
             raise fail(ConfigError(_one_line(error))) from error
+        except BrokenPipeError:
+            raise  # whoever read the output has seen enough
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename is not None else ""
+            raise fail(f"{where}{error.strerror or error}") from error
 
 
 def _one_line(error: Any) -> str:

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from checkpoints.source import is_gguf
 from deploy.commands import fail
 from deploy.preflight import check_source
 from models.bundled import bundled_path
+from protocol.errors import ConfigError
 
 
 def bench(context: typer.Context) -> None:
@@ -54,6 +56,11 @@ speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=
 
 def _found(model: str) -> str:
     """Return the model's folder or hub id, which exists. Import modules that need torch afterwards."""
+    if is_gguf(model):
+        raise ConfigError(
+            f"--model: {model}: only `tandem serve` reads GGUF files; give the folder or hub id of the model "
+            "that the file was made from"
+        )
     check_source(source := bundled_path(model), "--model")
     return source
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import subprocess
 import sys
@@ -61,6 +63,7 @@ def test_help_imports_neither_torch_nor_ray() -> None:
         (["--request-timeout", "inf"], "--request-timeout: must be a finite number above 0, got 'inf'"),
         (["--max-model-len", "1"], "--max-model-len: must be an integer of at least 2, got '1'"),
         (["--worker-threads", "10000"], "--worker-threads: must be an integer from 1 to 1024, got '10000'"),
+        (["--api-key", "good,schlüssel"], "--api-key: must have printable ASCII characters only"),
         (["/no/such/folder"], "--model: there is no folder /no/such/folder"),
         (["--config", "{tmp_path}/bad.yaml"], "bad.yaml: while parsing a flow sequence"),
         (["--config", "{tmp_path}/typo.yaml"], "-length: there is no such option; is --max-model-len meant?"),
@@ -89,11 +92,30 @@ def test_bad_options_are_one_line_that_names_the_flag(
         (["status", "--intervall", "3"], "--intervall: there is no such option; is --interval meant?"),
         (["serv"], "No such command 'serv'. Did you mean 'serve'?"),
         (["serve", "a", "b"], "Got unexpected extra argument(s) (b)"),
+        (["top", "--url", "a:80"], "--url: must be like http://127.0.0.1:8000, got 'a:80'"),
+        (
+            ["quantize", "--method", "int8", "--output", "o", "--model", "m.gguf"],
+            "--model: m.gguf: only `tandem serve` reads GGUF files; give the folder or hub id of the model "
+            "that the file was made from",
+        ),
+        (["batch", "a", "b", "--url", "http://"], "--url: must be like http://127.0.0.1:8000, got 'http://'"),
+        (["scale", "--url", "http://[::1"], "--url: must be like http://127.0.0.1:8000, got 'http://[::1'"),
+        (["status", "--api-key", "schlüssel"], "--api-key: must have printable ASCII characters only"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert (done.exit_code, done.stderr) == (2, f"tandem: {said}\n")
+
+
+def test_a_fault_of_the_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "plan/plan.svg")
+
+    monkeypatch.setattr("planner.command.parse", full)
+    arguments = ["plan", "--trace", "t", "--slo-ttft", "1", "--slo-tpot", "1", "--workers", "2"]
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stderr) == (1, "tandem: plan/plan.svg: No space left on device\n")
 
 
 @pytest.mark.parametrize("arguments", [["status", "--once"], ["complete", "abc"]])
