@@ -180,6 +180,10 @@ class AnswerWriter(abc.ABC):
         """Generate the body of an answer that failed."""
         return [error.body()]
 
+    def completed(self, choices: Sequence[Choice], timing: Fields) -> Iterable[bytes]:
+        """Generate the part of the answer before `keep`, after all choices are complete."""
+        return ()
+
     async def keep(self) -> None:  # noqa: B027
         """Store the data for later requests, before the client sees the end of the answer."""
 

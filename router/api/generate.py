@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import InvalidRequestError
-from router.answers.formats import AnswerWriter, CompletionFormat, OutputOptions, StreamedAnswer
+from router.answers.formats import AnswerWriter, CompletionFormat, Fields, OutputOptions, StreamedAnswer
 from router.answers.parsed_chat import chat_format
 from router.anthropic.answer import MessageAnswer
 from router.anthropic.request import MessageBody
@@ -46,6 +46,7 @@ from router.responses.body import ResponseBody
 from router.responses.request import earlier_items, response_answer
 from router.responses.request import own_field as response_field
 from router.state import RouterState
+from router.text.choice import Choice
 from router.text.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
@@ -243,6 +244,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+Ending = Callable[[Sequence[Choice], Fields], Iterable[bytes]]
+"""A writer of the end of an answer."""
 PART_BYTES = 64 * 1024
 """Size of the parts of an answer. A shorter answer has a content length."""
 _STREAM_HEADERS = [
@@ -272,8 +275,7 @@ class AnswerSender:
             await self._put(answer.failed(generation.choices, error), is_last=True)
             return
         self._start = _start(200, headers)
-        timing = response_timing(generation) if self._with_timing else {}
-        await self._put(answer.response(generation.choices, timing), is_last=True, keep=answer.keep)
+        await self._put(*self._ending(generation, answer, answer.response), is_last=True, keep=answer.keep)
 
     async def stream(
         self, generation: Generation, answer: StreamedAnswer, direct: DirectWriter | None
@@ -284,31 +286,36 @@ class AnswerSender:
         while not generation.is_over:
             await self._put(_news(generation, answer))
             await generation.wait(write)
+        news = _news(generation, answer)
         if generation.error is not None:
-            last, keep = answer.failure(generation.error), None
-        else:
-            timing = response_timing(generation) if self._with_timing else {}
-            last, keep = answer.last_chunk(generation.choices, timing), answer.keep
-        await self._put(chain(_news(generation, answer), last), is_last=True, keep=keep)
+            await self._put(chain(news, answer.failure(generation.error)), is_last=True)
+            return
+        completed, last = self._ending(generation, answer, answer.last_chunk)
+        await self._put(chain(news, completed), last, is_last=True, keep=answer.keep)
+
+    def _ending(self, generation: Generation, answer: AnswerWriter, last: Ending) -> list[Iterable[bytes]]:
+        """Return the answer's parts before and after it is kept."""
+        timing = response_timing(generation) if self._with_timing else {}
+        return [write(generation.choices, timing) for write in (answer.completed, last)]
 
     async def _put(
         self,
-        pieces: Iterable[bytes],
-        *,
+        *stages: Iterable[bytes],
         is_last: bool = False,
         keep: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Send the pieces in parts. `keep` is awaited before the client sees the end."""
+        """Send the pieces of all stages in parts. `keep` is awaited before the last stage begins."""
         body = b""
-        async for part in self._slices.of(pieces):
-            if self._is_gone():
-                return
-            if len(body) >= PART_BYTES:
-                await self._put_part(body, is_last=False)
-                body = b""
-            body += part
-        if keep is not None:
-            await keep()
+        for stage in stages:
+            if keep is not None and stage is stages[-1]:
+                await keep()
+            async for part in self._slices.of(stage):
+                if self._is_gone():
+                    return
+                if len(body) >= PART_BYTES:
+                    await self._put_part(body, is_last=False)
+                    body = b""
+                body += part
         if body or is_last:
             await self._put_part(body, is_last)
 

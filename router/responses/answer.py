@@ -25,7 +25,9 @@ _PIECE = re.compile(r".{4096}\S{0,4096}|.+", re.DOTALL)
 
 
 class ResponseAnswer(StreamedAnswer):
-    """The writer of a response. `fields` repeat its request's; `store` keeps the response with its items."""
+    """The writer of a response. `fields` repeat its request's. `store` keeps the response with its items, and
+    returns whether it could.
+    """
 
     def __init__(
         self,
@@ -33,9 +35,10 @@ class ResponseAnswer(StreamedAnswer):
         tokenizer: Tokenizer,
         options: OutputOptions,
         fields: Fields,
-        store: Callable[[Fields], None] | None,
+        store: Callable[[Fields], bool] | None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._streams = options.stream
         self._parts = AnswerParts(options.parsing, response_id)
         self._output = OutputItems(response_id)
         self._store = store
@@ -58,17 +61,19 @@ class ResponseAnswer(StreamedAnswer):
             yield self._status_event("in_progress")
         yield from self._encode(self._parts.events(choice, self._output.push))
 
-    def last_chunk(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
-        yield from self._encode(self._output.close(_status(choices)))
+    def completed(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
+        last = self._output.close(_status(choices))
+        if self._streams:
+            yield from self._encode(last)
+        else:
+            for _ in chain(self._parts.events(choices[0], self._output.push), last):
+                yield b""
         yield from self._end(choices, timing)
+
+    def last_chunk(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         yield self._status_event(self._response["status"])
 
     def response(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
-        for _ in chain(
-            self._parts.events(choices[0], self._output.push), self._output.close(_status(choices))
-        ):
-            yield b""
-        yield from self._end(choices, timing)
         yield from json_pieces(self._response)
 
     def failed(self, choices: Sequence[Choice], error: ApiError) -> Iterator[bytes]:
@@ -84,7 +89,7 @@ class ResponseAnswer(StreamedAnswer):
 
     async def keep(self) -> None:
         if self._store is not None:
-            await asyncio.to_thread(self._store, self._response)
+            self._response["store"] = await asyncio.to_thread(self._store, self._response)
 
     def _end(self, choices: Sequence[Choice], timing: Fields) -> Iterator[bytes]:
         """Complete the response's fields. Yields b"" after each piece of a long text."""

@@ -278,11 +278,11 @@ def response_answer(
     assert response is not None
     earlier, keeps = response.items[1:-1], store is not None and response.is_stored
 
-    def keep(body: Fields) -> None:
+    def keep(body: Fields) -> bool:
         assert store is not None
         answered = [msgspec.json.encode(item) for item in body["output"]]
         items = b"[%b]" % b",".join([part for part in (earlier, *answered) if part])
-        store.put(StoredResponse(response_id, owner, msgspec.json.encode(body), items))
+        return store.put(StoredResponse(response_id, owner, msgspec.json.encode(body), items))
 
     echoed = {name: Raw(value) for name, value in response.echoed.items()}
     fields = {"model": model, **echoed, "store": keeps}

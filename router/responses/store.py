@@ -67,12 +67,12 @@ class ResponseStore:
         except (OSError, ApiError) as error:
             raise ConfigError(f"--response-store: cannot use {path!r}: {error}") from error
 
-    def put(self, response: StoredResponse) -> None:
-        """Store a response. A failure is only logged and counted: the client has its answer already."""
+    def put(self, response: StoredResponse) -> bool:
+        """Store a response. Return whether it is stored. A failure is logged and counted, not raised."""
         size = len(response.body) + len(response.items)
         if size > self._most_bytes:
             self._on_drop("full")
-            return
+            return False
         row = (response.id, response.owner, size, response.body, response.items)
         try:
             with self._transaction():
@@ -86,9 +86,10 @@ class ResponseStore:
         except ApiError as error:
             logger.warning("response %s could not be stored: %s", response.id, error)
             self._on_drop("failed")
-            return
+            return False
         for _ in range(dropped):
             self._on_drop("full")
+        return True
 
     def get(self, response_id: str, owner: str) -> StoredResponse | None:
         with self._transaction():

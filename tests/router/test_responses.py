@@ -393,13 +393,31 @@ def test_a_foreign_or_broken_file(tmp_path):
     kept.close()
 
 
-def test_a_response_that_could_not_be_stored_is_sent(tmp_path, make_scripted):
+def ask_both(client: openai.OpenAI, scripted: Scripted, **options) -> list:
+    """Return a whole answer, and the last event's of a stream."""
+    *_, last = ask(client, scripted, "No.", stream=True, **options)
+    return [ask(client, scripted, "No.", **options), last.response]
+
+
+def test_a_response_that_could_not_be_stored_is_sent_and_says_so(tmp_path, make_scripted):
     scripted = make_scripted("model", HERMES, response_store=str(tmp_path / "store"))
     with client_of(scripted) as client, sqlite3.connect(tmp_path / "store") as other:
+        assert [answer.to_dict()["store"] for answer in ask_both(client, scripted)] == [True, True]
         other.execute("drop table responses")
         other.commit()
-        answer = ask(client, scripted, "No.")
-        assert answer.output_text == "No."
-        with pytest.raises(openai.InternalServerError):
-            client.responses.retrieve(answer.id)
-    assert scripted.router.metric("tandem_stored_responses_dropped_total", reason="failed") == 1
+        for answer in ask_both(client, scripted):
+            assert answer.output_text == "No." and answer.to_dict()["store"] is False
+            with pytest.raises(openai.InternalServerError):
+                client.responses.retrieve(answer.id)
+    assert scripted.router.metric("tandem_stored_responses_dropped_total", reason="failed") == 2
+
+
+def test_a_response_that_is_too_large_to_store_says_so(make_scripted):
+    scripted = make_scripted("model", HERMES, max_stored_response_bytes=4000)
+    with client_of(scripted) as client:
+        for answer in ask_both(client, scripted, metadata={str(number): "x" * 500 for number in range(16)}):
+            assert answer.output_text == "No." and answer.to_dict()["store"] is False
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(answer.id)
+        assert ask(client, scripted, "No.").to_dict()["store"] is True
+    assert scripted.router.metric("tandem_stored_responses_dropped_total", reason="full") == 2
