@@ -21,10 +21,11 @@ from rich.progress import Progress
 from deploy.config import load_config
 from deploy.preflight import check_start
 from deploy.resources import choose_threads
+from messaging.files import check_output_file
 from planner.calibration import ALWAYS_SPLIT, NUM_BURSTS, calibrate
 from planner.profile import Profile, write_profile
 from protocol.config import ServeConfig, flag_name
-from protocol.errors import ConfigError, TandemError
+from protocol.errors import TandemError
 from worker.cores import host_cores
 
 END_S = 40.0
@@ -36,8 +37,7 @@ def profile(flags: Mapping[str, Any], config_file: str | None, output: Path, con
     """Write the profile of a server with these options. Raises `ConfigError` and other `TandemError`s."""
     config = load_config(flags, config_file=config_file)
     check_start(config)
-    if output.is_dir() or not os.access(output.parent, os.W_OK):
-        raise ConfigError(f"--output: {output} cannot be written")
+    check_output_file(output, "--output")
     arguments = _arguments(flags, config)
     if config_file is not None:
         arguments += ["--config", config_file]

@@ -1,11 +1,13 @@
-"""Files that flags name: secrets, and certificates of workers and of HTTPS.
+"""Files that flags name: secrets, certificates of workers and of HTTPS, and files for results.
 
 A file that others can change, or a secret that they can read, is refused at the start.
 """
 
 from __future__ import annotations
 
+import os
 import ssl
+from pathlib import Path
 
 import msgspec
 
@@ -31,6 +33,14 @@ def _read(path: str, flag: str, private: bool) -> bytes:
         raise ConfigError(f"{flag}: {error}") from error
     except OSError as error:
         raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
+
+
+def check_output_file(path: Path, flag: str) -> None:
+    """Raise `ConfigError` if no file can be written there. Call it before the work of which it gets the
+    result.
+    """
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{flag}: {path} cannot be written")
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints.source import folder_of, open_tensors, read_object
@@ -22,6 +21,7 @@ from engine.quantization.layout import Layout
 from engine.quantization.weight import CodeFormat, QuantizedWeight
 from protocol.errors import ConfigError
 from training.loop import check_same_run
+from training.output import make_folder, save_tensors, write_json
 
 FOLDER = "unfinished"
 _SETTINGS = "settings.json"
@@ -58,8 +58,8 @@ class Unfinished:
             begun = json.loads((self._folder / _SETTINGS).read_text(encoding="utf-8"))
             check_same_run(self._folder, begun, settings)
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _write_json(self._folder / _SETTINGS, settings)
+        make_folder(self._folder)
+        write_json(self._folder / _SETTINGS, settings)
 
     def has(self, index: int) -> bool:
         return self._path(index).exists()
@@ -70,11 +70,8 @@ class Unfinished:
             parts = {part: getattr(weight, part) for part in _PARTS}
             tensors |= {f"{name}/{part}": value for part, value in parts.items() if value is not None}
         formats = {name: weight.format.value for name, weight in block.quantized.items()}
-        partial = self._path(index).with_suffix(".partial")
-        save_file(
-            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial, metadata=formats
-        )
-        partial.replace(self._path(index))
+        contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_tensors(self._path(index), contiguous, formats)
 
     def load(self, index: int) -> FinishedBlock:
         """Read a finished block. Raises `ConfigError` if its file is damaged."""
@@ -123,12 +120,12 @@ def write(
             for name in names:
                 tensors |= dict(_converted(name, stored.get_tensor(name), layout, blocks, cached))
         weight_map |= dict.fromkeys(tensors, file)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_tensors(folder / file, tensors, {"format": "pt"})
     size = sum((folder / file).stat().st_size for file in source.shards)
     if len(source.shards) > 1:
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     source.copy_companions(folder)
-    _write_json(
+    write_json(
         folder / "config.json", source.config | {"quantization_config": layout.config(list(unquantized))}
     )
     return size
@@ -149,13 +146,6 @@ def _converted(
             yield f"{prefix}{layer}.{suffix}", value
     else:
         yield name, block.changed.get(inner, tensor).to(tensor.dtype)
-
-
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Write a JSON file atomically."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 INDEX = "model.safetensors.index.json"

@@ -25,6 +25,7 @@ from quantization.checkpoint import FinishedBlock, Source, Unfinished
 from quantization.preparation import PreparedRun, QuantizeOptions, Recipe, prepare
 from quantization.texts import SHARED_RUN, HeldOut, TextQuality, predict
 from training.data import fast_dtype, load_frozen
+from training.output import write_text
 
 
 def quantize(options: QuantizeOptions, console: Console) -> None:
@@ -50,7 +51,7 @@ def quantize(options: QuantizeOptions, console: Console) -> None:
     after = predict(model, text)
     size = job.write(options.output, unfinished)
     card = _card(options, recipe, windows, text, (before, after), (source.size, size))
-    (options.output / "README.md").write_text(card, encoding="utf-8")
+    write_text(options.output / "README.md", card)
     unfinished.remove()
     console.print(
         f"after: perplexity {after.perplexity:.4f}, {after.bits_per_byte:.4f} bits per byte "

@@ -99,7 +99,10 @@ def _read(path: Path, option: str) -> str:
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: has half of a character, {error.object[error.start]!a}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from error
     return entry if isinstance(entry, dict) else {}
 

@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from messaging.files import check_output_file
 from protocol.errors import ConfigError
 from protocol.speculation import SELF
 from speculation.self_speculative import with_layers
 from training.data import encode_texts, load, load_frozen, read_texts, spread_windows
+from training.output import write_text
 
 MOST_DRAFTED = 8
 """The largest number of draft tokens in a row for which a choice is judged."""
@@ -49,14 +51,18 @@ class LayerChoice:
 
 def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
     """Choose layers, and write the `--speculative-config`. Raises `ConfigError` that names the option."""
-    model = load_frozen(options.model, options.device)
-    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    check_output_file(options.output, "--output")
+    config = load(AutoConfig, options.model)
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    if num_layers < 2:
+        raise ConfigError(f"--model: {options.model} has one layer, without which it cannot draft")
     if options.num_layers is not None and options.num_layers >= num_layers:
         raise ConfigError(
             f"--num-layers: must be below the model's {num_layers} layers, got {options.num_layers}"
         )
     tokens = encode_texts(read_texts(options.data), load(AutoTokenizer, options.model))
     texts = spread_windows(tokens, options.length, options.windows, "text")
+    model = load_frozen(options.model, options.device)
     choices = []
     for choice in search(model, texts.to(model.device), options.num_layers or num_layers // 2):
         choices.append(choice)
@@ -72,9 +78,9 @@ def choose_layers(options: ChooseOptions, console: Console) -> LayerChoice:
             f"--model: {options.model} drafts too badly without any of its layers to be faster on this text; "
             'give --num-layers to have a choice all the same, or draft with "quantization"'
         )
-    config = {"method": SELF, "skip_layers": sorted(best.skipped)}
-    options.output.write_text(json.dumps(config) + "\n", encoding="utf-8")
-    console.print(f"saved in {options.output}: {json.dumps(config)}", highlight=False)
+    chosen = json.dumps({"method": SELF, "skip_layers": sorted(best.skipped)})
+    write_text(options.output, chosen + "\n")
+    console.print(f"saved in {options.output}: {chosen}", highlight=False)
     return best
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 
 from checkpoints.source import open_tensors
 from protocol.errors import ConfigError
+from training.output import save_tensors
 
 CLIP_NORM = 1.0
 
@@ -121,11 +121,8 @@ class Trainer:
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"{kind}/{index}/{key}": value for key, value in state.items()}
         metadata = {"step": str(step), "settings": json.dumps(self._settings)}
-        partial = self._checkpoint.with_suffix(".partial")
-        partial.parent.mkdir(parents=True, exist_ok=True)
         # safetensors refuses tied tensors, so each is written as a tensor of its own
-        save_file({name: value.clone() for name, value in tensors.items()}, partial, metadata=metadata)
-        partial.replace(self._checkpoint)
+        save_tensors(self._checkpoint, {name: value.clone() for name, value in tensors.items()}, metadata)
 
     def _resume(self) -> int:
         with open_tensors(self._checkpoint, "--output") as file:

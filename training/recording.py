@@ -10,9 +10,10 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from engine.engine import Engine
 from engine.step.scheduler import ScheduledStep
 from engine.step.speculation_interface import Speculator
 from protocol.config import ServeConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, TandemError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from training.loop import check_same_run
+from training.output import make_folder, write_json
 
 Device = Literal["auto", "cpu", "cuda"]
 AT_ONCE = 32
@@ -64,14 +66,15 @@ class Recording:
         self.width = width
         self._folder = folder
         self._most = most_bytes
-        folder.mkdir(parents=True, exist_ok=True)
-        self._settings = folder / "settings.json"
-        if self._settings.exists():
-            check_same_run(folder, json.loads(self._settings.read_text()), settings)
+        make_folder(folder)
+        path = folder / "settings.json"
+        if path.exists():
+            check_same_run(folder, json.loads(path.read_text()), settings)
         else:
-            self._settings.write_text(json.dumps(settings))
+            write_json(path, settings)
         self._index = folder / "index.jsonl"
         lines = self._index.read_text().split("\n")[:-1] if self._index.exists() else []
+        self._index_bytes = sum(len(line) + 1 for line in lines)
         self._entries: list[tuple[int, int, int]] = [tuple(json.loads(line)) for line in lines]
         self.num_tokens = sum(length for _, _, length in self._entries)
 
@@ -89,23 +92,33 @@ class Recording:
         return self.num_tokens * self.width * 2 >= self._most
 
     def add(self, texts: Iterator[tuple[int, Recorded]], report: Callable[[int, int], None]) -> None:
-        """Append texts until the recording is full. Call `report` with the numbers of texts and tokens."""
-        parts = self._folder / "tokens", self._folder / "hidden"
-        row_bytes = 4, 2 * self.width
-        with parts[0].open("ab") as tokens, parts[1].open("ab") as hidden, self._index.open("a") as index:
-            for file, size in zip((tokens, hidden), row_bytes, strict=True):
-                file.truncate(self.num_tokens * size)  # cuts off an incomplete text
-            while not self.is_full and (entry := next(texts, None)) is not None:
-                number, text = entry
-                tokens.write(text.token_ids.int().numpy().tobytes())
-                hidden.write(text.hidden.view(torch.uint8).numpy().tobytes())
-                tokens.flush()
-                hidden.flush()
-                self._entries.append((number, text.prompt_length, len(text.token_ids)))
-                index.write(json.dumps(self._entries[-1]) + "\n")
-                index.flush()
-                self.num_tokens += len(text.token_ids)
-                report(self.num_texts, self.num_tokens)
+        """Append texts until the recording is full. Call `report` with the numbers of texts and tokens.
+
+        Raises `TandemError` if the disk is full. The next call cuts off what is there of an incomplete text.
+        """
+        names = "tokens", "hidden", self._index.name
+        sizes = 4 * self.num_tokens, 2 * self.width * self.num_tokens, self._index_bytes
+        try:
+            with ExitStack() as opened:
+                files = [opened.enter_context((self._folder / name).open("ab")) for name in names]
+                for file, size in zip(files, sizes, strict=True):
+                    file.truncate(size)
+                while not self.is_full and (entry := next(texts, None)) is not None:
+                    self._append(*entry, files)
+                    report(self.num_texts, self.num_tokens)
+        except OSError as error:
+            raise TandemError(f"{self._folder} cannot be written: {error.strerror}") from error
+
+    def _append(self, number: int, text: Recorded, files: Sequence[BinaryIO]) -> None:
+        entry = (number, text.prompt_length, len(text.token_ids))
+        hidden = text.hidden.view(torch.uint8).numpy().tobytes()
+        line = json.dumps(entry).encode() + b"\n"
+        for file, content in zip(files, (text.token_ids.int().numpy().tobytes(), hidden, line), strict=True):
+            file.write(content)
+            file.flush()
+        self._index_bytes += len(line)
+        self._entries.append(entry)
+        self.num_tokens += len(text.token_ids)
 
     @property
     def tokens(self) -> Tensor:
@@ -144,7 +157,7 @@ def check_room(folder: Path, pieces: Sequence[SourceText], width: int, most_byte
     """Raise `ConfigError` if the disk cannot hold the recording."""
     tokens = sum(len(piece.token_ids) + piece.answer_tokens for piece in pieces)
     needed = min(tokens * (4 + 2 * width), most_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(

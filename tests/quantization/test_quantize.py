@@ -21,6 +21,7 @@ from protocol.config import ServeConfig
 from quantization import command, methods
 from quantization.texts import HeldOut, predict
 from tests.e2e.architectures import GEMMA4_EXPERTS, config_of
+from tests.full_disk import full_disk
 from tests.quantization.tiny import GROUP, LENGTH, tiny_config, tiny_model, windows, write_tiny
 from tests.speculation.tiny_trained import write_text, write_tiny_tokenizer
 
@@ -147,6 +148,13 @@ def test_a_killed_run_resumes_and_writes_the_same(
     assert whole.keys() == resumed.keys()
     for name in whole.keys() - {"README.md"}:
         assert whole[name] == resumed[name], name
+
+
+def test_a_full_disk_is_named_and_its_run_resumed(folder: Path, tmp_path: Path) -> None:
+    with full_disk(2000):
+        said = run(folder, tmp_path / "out", "int8")
+    assert said.startswith("error: ") and "block-00000.safetensors cannot be written" in said
+    assert "saved in" in run(folder, tmp_path / "out", "int8")
 
 
 def test_a_run_of_another_model_is_not_resumed(

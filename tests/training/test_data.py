@@ -40,6 +40,7 @@ def test_the_order_of_files_is_shuffled(tmp_path: Path) -> None:
         ("x.txt", b" \n", "has no text"),
         ("x.jsonl", b'{"text": "a"}\nnope\n', "x.jsonl, line 2: not JSON"),
         ("x.jsonl", b'{"text": 3}\n', 'x.jsonl, line 1: has no string "text"'),
+        ("x.jsonl", rb'{"text": "\ud83d"}', r"x.jsonl, line 1: has half of a character, '\\ud83d'"),
         ("x.jsonl", b"[]\n", 'x.jsonl, line 1: has no string "text"'),
     ],
 )

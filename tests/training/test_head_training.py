@@ -20,6 +20,7 @@ from engine.engine import Engine
 from protocol.errors import ConfigError
 from protocol.speculation import Method
 from speculation.medusa import read_heads
+from tests.full_disk import full_disk
 from tests.speculation.small_engine import ask, drafted_and_accepted, drafting, run, small_config, tokens
 from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_model
 from tests.training.recorded import continued, hidden_states
@@ -267,6 +268,40 @@ def test_finished_heads_are_not_overwritten(trained: tuple[Path, str], folder: P
     printed = CliRunner().invoke(app, command(folder, tmp_path, trained[0]))
     assert printed.exit_code == 2
     assert "has finished heads already" in printed.output
+
+
+def test_other_files_are_not_overwritten(folder: Path, tmp_path: Path) -> None:
+    """The command would write a README.md."""
+    (tmp_path / "README.md").write_text("mine")
+    printed = CliRunner().invoke(app, command(folder, tmp_path, tmp_path))
+    assert printed.exit_code == 2
+    assert "has other files already (README.md); choose another folder" in " ".join(printed.output.split())
+    printed = CliRunner().invoke(app, command(folder, tmp_path, tmp_path / "README.md"))
+    assert printed.exit_code == 2 and "README.md is a file" in " ".join(printed.output.split())
+
+
+def test_a_prompt_alone_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("one\n")
+    given = ["--method", "medusa", "--model", str(folder), "--output", str(tmp_path / "heads")]
+    printed = CliRunner().invoke(app, ["speculate", "train", *given, "--prompts", str(tmp_path / "one.txt")])
+    assert printed.exit_code == 2
+    assert "--prompts: has one prompt, and one is held out" in " ".join(printed.output.split())
+
+
+def test_a_full_disk_is_named_and_its_training_resumes(
+    trained: tuple[Path, str], folder: Path, tmp_path: Path
+) -> None:
+    texts, output = trained[0].parent / "texts", tmp_path / "heads"
+    recording = ["--recording", str(tmp_path / "recording")]
+    assert CliRunner().invoke(app, command(folder, texts, tmp_path / "other", *recording)).exit_code == 0
+    with full_disk(50_000):
+        stopped = CliRunner().invoke(app, command(folder, texts, output, *recording))
+    assert stopped.exit_code == 1
+    assert "checkpoint.safetensors cannot be written" in " ".join(stopped.output.split())
+    printed = CliRunner().invoke(app, command(folder, texts, output, *recording))
+    assert printed.exit_code == 0, printed.output
+    whole, resumed = (load_file(path / "model.safetensors") for path in (trained[0], output))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_the_command_resumes_from_a_checkpoint(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -81,10 +83,24 @@ def test_the_command_writes_a_speculative_config(folder: Path, tmp_path: Path) -
     [
         (("--num-layers", "2"), "--num-layers: must be below the model's 2 layers, got 2"),
         (("--length", "20000"), "--length: 20000 exceeds the"),
+        (("--data", "nowhere"), "--data: nowhere does not exist"),
+        (("--output", "no/such/folder"), "--output: no/such/folder cannot be written"),
     ],
 )
-def test_bad_input_is_named(folder: Path, tmp_path: Path, options: tuple[str, ...], expected: str) -> None:
+def test_bad_input_is_named_before_the_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.setattr("training.layer_choice.load_frozen", None)
     result = choose(folder, tmp_path, *options)
     assert result.exit_code == 2
     assert expected in " ".join(result.output.split())
     assert not (tmp_path / "layers.json").exists()
+
+
+def test_a_model_of_one_layer_is_refused(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 1}))
+    result = choose(model, tmp_path)
+    assert result.exit_code == 2
+    assert "has one layer, without which it cannot draft" in " ".join(result.output.split())

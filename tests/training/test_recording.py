@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, TandemError
+from tests.full_disk import REASON, full_disk
 from tests.speculation.tiny_trained import VOCAB_SIZE, write_tiny_model
 from tests.training.recorded import continued, hidden_states
 from training.data import read_prompts
@@ -74,12 +75,13 @@ def test_a_recording_that_was_cut_off_is_resumed(tmp_path: Path) -> None:
     some = texts()
     cut = Recording(tmp_path / "cut", WIDTH, 2**20, {"model": "a"})
     cut.add((next(some) for _ in range(2)), ignore)
-    for name in ("tokens", "hidden"):
+    for name in ("tokens", "hidden", "index.jsonl"):
         with (tmp_path / "cut" / name).open("ab") as file:
             file.write(b"half a text")
     resumed = Recording(tmp_path / "cut", WIDTH, 2**20, {"model": "a"})
     assert resumed.numbers == {0, 1}
     resumed.add(texts(2), ignore)
+    resumed = Recording(tmp_path / "cut", WIDTH, 2**20, {"model": "a"})
     for one, other in zip(content(whole), content(resumed), strict=True):
         assert all(
             torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(one, other, strict=True)
@@ -87,6 +89,16 @@ def test_a_recording_that_was_cut_off_is_resumed(tmp_path: Path) -> None:
     assert resumed.token_counts(8).tolist() == [0, 0, 5, 4, 3, 2, 1, 0]
     with pytest.raises(ConfigError, match="is of a run with model 'a', this has 'b'"):
         Recording(tmp_path / "cut", WIDTH, 2**20, {"model": "b"})
+
+
+def test_a_full_disk_is_named_and_its_recording_resumed(tmp_path: Path) -> None:
+    recording, some = Recording(tmp_path, WIDTH, 2**20, {}), texts()
+    with full_disk(60), pytest.raises(TandemError, match=f"{tmp_path} cannot be written: {REASON}"):
+        recording.add(some, ignore)
+    resumed = Recording(tmp_path, WIDTH, 2**20, {})
+    assert resumed.numbers == recording.numbers == {0, 1}
+    resumed.add(texts(2), ignore)
+    assert Recording(tmp_path, WIDTH, 2**20, {}).numbers == {0, 1, 2, 3, 4}
 
 
 def test_a_recording_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +117,7 @@ def test_a_recording_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ('{"text": "x"}', 'line 1: has neither a string "prompt" nor a list'),
         ('{"messages": [{"role": "user", "content": "x"}]}', "the model has no chat template"),
         ("", "has no prompt"),
+        (r'{"prompt": "\ud83d"}', r"line 1: has half of a character, '\\ud83d'"),
     ],
 )
 def test_bad_prompts(folder: Path, tmp_path: Path, content: str, said: str) -> None:

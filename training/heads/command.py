@@ -32,6 +32,7 @@ from training.heads.eagle import build_eagle3, captured_layers
 from training.heads.medusa import build_medusa
 from training.heads.mtp import build_mtp
 from training.loop import Schedule, Trainer
+from training.output import write_text
 from training.recording import LONGEST_PIECE, Device, Recording, SourceText, answer, check_room, digest
 
 
@@ -51,7 +52,9 @@ METHODS = {
 }
 HELD_OUT_SHARE = 0.05
 CONTINUED_TOKENS = 96
-_CHECKPOINT = "checkpoint.safetensors"
+_CHECKPOINT, _RECORDING = "checkpoint.safetensors", "recording"
+_UNFINISHED = {_CHECKPOINT, _RECORDING, "model.safetensors"}
+"""The names in the folder of an unfinished run."""
 _LOG_EVERY_S = 60.0
 _WARM_UP = 0.05
 _USEFUL_STEPS = 2000
@@ -93,8 +96,7 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     The same command resumes an interrupted run from its checkpoint. Raises `ConfigError` that names the
     option.
     """
-    if (options.output / "config.json").exists():
-        raise ConfigError(f"--output: {options.output} has finished heads already; choose another folder")
+    _check_output(options.output)
     pieces, held_out = _pieces(options, load(AutoTokenizer, options.model))
     recording = _record(options, "training", pieces, console)
     answers = _record(options, "held-out", held_out, console)
@@ -146,6 +148,19 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     return rates
 
 
+def _check_output(folder: Path) -> None:
+    """Raise `ConfigError` if the folder holds anything other than an unfinished run."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output: {folder} is a file")
+    if (folder / "config.json").exists():
+        raise ConfigError(f"--output: {folder} has finished heads already; choose another folder")
+    others = {path.name for path in folder.glob("*") if path.suffix != ".partial"} - _UNFINISHED
+    if others:
+        raise ConfigError(
+            f"--output: {folder} has other files already ({min(others)}); choose another folder"
+        )
+
+
 def _pieces(
     options: TrainOptions, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[SourceText], list[SourceText]]:
@@ -180,6 +195,8 @@ def _answered(
     else:
         count = max(1, min(most, int(len(prompts) * HELD_OUT_SHARE)))
         prompts, held_out = prompts[:-count], prompts[-count:]
+    if not prompts:
+        raise ConfigError("--prompts: has one prompt, and one is held out; give another, or --held-out")
     longest = _text_config(options).max_position_embeddings - options.answer_tokens
     for prompt in [*prompts, *held_out]:
         if len(prompt) > longest:
@@ -196,7 +213,7 @@ def _text_config(options: TrainOptions) -> Any:
 
 
 def _recording_folder(options: TrainOptions) -> Path:
-    return options.recording or options.output / "recording"
+    return options.recording or options.output / _RECORDING
 
 
 def _record(options: TrainOptions, name: str, pieces: list[SourceText], console: Console) -> Recording:
@@ -264,7 +281,8 @@ def _write_card(folder: Path, run: dict[str, Any], rates: list[float], parameter
     """Write the card, with the acceptance of each drafted position on held-out `windows`."""
     config = json.dumps({"method": METHODS[run["method"]].served_as, "model": str(folder)})
     rows = "\n".join(f"| {number} | {rate:.1%} |" for number, rate in enumerate(rates, start=1))
-    (folder / "README.md").write_text(
+    write_text(
+        folder / "README.md",
         f"""# {folder.name}
 
 {run["method"]} heads for `{run["model"]}`, {parameters:,} parameters, trained by `tandem speculate train`.
@@ -284,5 +302,4 @@ step brings {1 + sum(rates):.2f} tokens in the mean.
 Training: {run["steps"]} steps of {run["batch_tokens"]} tokens in windows of {run["length"]}, learning
 rate {run["learning_rate"]:g}, seed {run["seed"]}.
 """,
-        encoding="utf-8",
     )

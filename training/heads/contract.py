@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from protocol.errors import ConfigError
 from training.data import Windows, fast_dtype
+from training.output import save_tensors, write_json
 from training.recording import Recorded, Recording
 
 
@@ -139,10 +138,9 @@ class TrainableHead(ABC):
 
 
 def write_head(folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     found = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_tensors(folder / "model.safetensors", found, {"format": "pt"})
+    write_json(folder / "config.json", config)
 
 
 class HeadLearner:
