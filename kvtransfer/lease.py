@@ -202,7 +202,9 @@ class Lease:
 
 
 REMEMBERED_LEASES = 4096
-"""Number of completed leases whose ids are kept, since after a lost ack their pieces come again."""
+"""Number of ids that are kept of completed leases, whose pieces come again after a lost ack, and of given-up
+ones, whose last pieces may still be on their way.
+"""
 
 
 class LeaseTable:
@@ -218,6 +220,7 @@ class LeaseTable:
         self._leases: dict[str, Lease] = {}
         self._closing: dict[str, Lease] = {}
         self._completed: OrderedDict[str, None] = OrderedDict()
+        self._given_up: OrderedDict[str, None] = OrderedDict()
         self._block_pools = block_pools
         self._leased = np.zeros(max(block_pools), dtype=bool)
         self._connections: Counter[str] = Counter()
@@ -280,8 +283,7 @@ class LeaseTable:
             lease = self._leases.pop(lease_id, None)
             if lease is None:
                 return lease_id not in self._closing
-            if lease.is_complete:
-                self._remember(lease_id)
+            _remember(self._completed if lease.is_complete else self._given_up, lease_id)
             self._closing[lease_id] = lease
         return lease.gate.close() and self._unlease(lease_id)
 
@@ -308,6 +310,10 @@ class LeaseTable:
             lease.arrivals.append((piece, arrival))
             received = lease.record(piece, positions)
             return received, arrival_of(lease.arrivals) if lease.is_complete else None
+
+    def was_given_up(self, lease_id: str) -> bool:
+        """Return whether the lease was closed here before its last piece, as when its request is aborted."""
+        return lease_id in self._given_up
 
     def connected(self, sender: str) -> None:
         """Count one more connection from this sender."""
@@ -343,11 +349,6 @@ class LeaseTable:
             lease.gate.close()
         return [lease.lease_id for lease in lost], next_at
 
-    def _remember(self, lease_id: str) -> None:
-        self._completed[lease_id] = None
-        if len(self._completed) > REMEMBERED_LEASES:
-            self._completed.popitem(last=False)
-
     def _emptied(self, lease_id: str) -> None:
         """React to the last writer's leaving a closed gate."""
         if self._unlease(lease_id):
@@ -368,3 +369,9 @@ class LeaseTable:
 
     def _mark(self, lease: Lease, leased: bool) -> None:
         self._leased[self._written(lease)] = leased
+
+
+def _remember(leases: OrderedDict[str, None], lease_id: str) -> None:
+    leases[lease_id] = None
+    if len(leases) > REMEMBERED_LEASES:
+        leases.popitem(last=False)

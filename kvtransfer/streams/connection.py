@@ -186,7 +186,9 @@ class ReceiverConnection(threading.Thread):
         channel.send(ack, channel.progress_deadline())
         if refusal:
             self._failed(failure_kind(refusal))
-            logger.warning("piece %d of lease %s from %s: %s", piece.index, piece.lease_id, sender, refusal)
+            level = logging.DEBUG if core.leases.was_given_up(piece.lease_id) else logging.WARNING
+            refused = "piece %d of lease %s from %s: %s"
+            logger.log(level, refused, piece.index, piece.lease_id, sender, refusal)
         elif lease is not None:
             nbytes = len(sources) * inlet.target.block_bytes - piece.coded * reader.saved_bytes
             self._account(nbytes, time.monotonic() - started)

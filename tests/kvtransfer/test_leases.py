@@ -45,8 +45,10 @@ def content(end: ReceiverEnd) -> bytes:
     return bytes(end.pool.buffer)
 
 
-def test_an_unknown_lease_fails_only_itself(closing: Closing, transport: str) -> None:
-    """The same holds for a closed one, whose events are dropped, too."""
+def test_an_unknown_lease_fails_only_itself(
+    closing: Closing, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same holds for a closed one, whose events are dropped, too, and of which no warning tells."""
     sender, receiver = closing(SenderEnd([transport])), closing(ReceiverEnd([transport]))
     receiver.open("closed", [1, 2])
     sender.push(receiver.peer, "closed", [1], final=False)
@@ -63,6 +65,8 @@ def test_an_unknown_lease_fails_only_itself(closing: Closing, transport: str) ->
     assert sender.sender.counters()["connections_made"] == 1
     for side in (sender.sender, receiver.receiver):
         assert side.counters()["failures_unknown_lease"] == 2
+    (warned,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("piece ")]
+    assert "of lease nobody from " in warned
 
 
 @pytest.mark.parametrize(
