@@ -256,6 +256,9 @@ REPORTED = (
     _counter("spec_decode_steps_total", "Steps with drafts to verify (`yes`) and without (`no`).", "drafts"),
     _counter("spec_decode_verify_seconds_total", "Time of forwards that verified drafts, with sampling."),
     _counter("spec_decode_lost_drafts_total", "Requests that lost the drafter's state in their hand-off."),
+    _counter(
+        "spec_decode_unavailable_total", "Requests whose method cannot draft on the worker's host.", "method"
+    ),
     _counter("spec_decode_refused_drafts_total", "Invalid drafts of a custom drafter."),
     _counter(
         "spec_acceptance_collapsed_total",

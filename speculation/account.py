@@ -138,6 +138,10 @@ class Account:
         lost = "request %s: the draft's state that came along is of no use: %s"
         logger.warning(lost, request_id, why, extra={"request_id": request_id})
 
+    def could_not_draft(self, method: Source) -> None:
+        """Count a request whose method cannot draft on this host, which the log has told before."""
+        self._rare[f'spec_decode_unavailable_total{{method="{method}"}}'] += 1
+
     def refused_draft(self, why: str) -> None:
         """Count a draft of the deployment's own drafter that cannot be run. Only the first one is logged."""
         if not self._rare["spec_decode_refused_drafts_total"]:

@@ -102,6 +102,8 @@ class Drafter(ABC):
     kv_group: Group | None = None
     state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
+    is_able = True
+    """Whether it can draft on this host. If not, its requests are counted, and go on without drafts."""
     carried_features = 0
     """The number of hidden states in `feature` in addition to the target's."""
 

@@ -132,16 +132,23 @@ class DraftSources:
 
     def new_request(self, sequence: SequenceState) -> SpeculatingRequest:
         source = self.source(sequence)
-        if source is None or self._fixed_tokens(sequence) == 0:
+        if source is None or self._fixed_tokens(sequence) == 0 or not self._is_able(source):
             request = self._estimator.new_request(None, 0)
         else:
-            if source not in self.drafters:
-                self._add(source)
             request_class: RequestClass = "greedy" if sequence.request.sampling.is_greedy else "sampled"
             request = self._estimator.new_request(source, None, request_class)
             self.limit(request, sequence)
         request.origin = _origin(sequence)
         return request
+
+    def _is_able(self, source: Source) -> bool:
+        """Return whether the source can draft, and count a request for which it cannot."""
+        if source not in self.drafters:
+            self._add(source)
+        is_able = self.drafters[source].is_able
+        if not is_able:
+            self._account.could_not_draft(source)
+        return is_able
 
     def _add(self, source: Source) -> None:
         assert source != REMOTE  # always there if a request may use it

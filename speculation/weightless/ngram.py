@@ -121,10 +121,10 @@ class NgramDrafter(TextDrafter):
         super().__init__()
         self._bounds = options.prompt_lookup_min, options.prompt_lookup_max
         self._compiled = compiled()
+        self.is_able = self._compiled is not None
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        if self._compiled is None:
-            return [None] * len(sequences)
+        assert self._compiled is not None
         batch = TextBatch([self._updated(sequence) for sequence in sequences], counts)
         self._compiled(ctypes.byref(batch), *self._bounds)
         return [Draft(token_ids) if token_ids else None for token_ids in batch.drafted()]

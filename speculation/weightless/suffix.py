@@ -52,14 +52,14 @@ class SuffixDrafter(TextDrafter):
             options.suffix_decoding_min_token_prob,
         )
         self._library = compiled()
+        self.is_able = self._library is not None
         self._corpus: Corpus | None = None
         max_outputs = options.suffix_decoding_max_cached_requests
         if max_outputs and self._library is not None:
             self._corpus = Corpus(max_outputs, CAPACITY, self._library.tandem_suffix_enter)
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        if self._library is None:
-            return [None] * len(sequences)
+        assert self._library is not None
         batch = TextBatch([self._updated(sequence) for sequence in sequences], counts)
         ring = ctypes.byref(self._corpus.ring()) if self._corpus is not None else None
         tenants = (ctypes.c_int64 * len(sequences))(*map(self._tenant, sequences))

@@ -35,6 +35,7 @@ SELDOM = (
     f'tandem_spec_acceptance_collapsed_total{{{_WORKER}, method="ngram", origin="computed"}}',
     f"tandem_spec_decode_lost_drafts_total{{{_WORKER}}}",
     f"tandem_spec_decode_refused_drafts_total{{{_WORKER}}}",
+    f'tandem_spec_decode_unavailable_total{{{_WORKER}, method="ngram"}}',
 )
 """Series that a healthy server does not have."""
 SELECTOR = re.compile(rf"{PREFIX}\w+(?:{{[^}}]*}})?")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.config import ServeConfig
-from protocol.speculation import Method, SpeculativeConfig
-from speculation.sources import build_drafter
+from engine.engine import Engine
+from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig
 from speculation.weightless import ngram, suffix
 from speculation.weightless.suffix import Corpus, SuffixDrafter
 from tests.speculation import suffix_reference
 from tests.speculation.decoding import chains, decoding
+from tests.speculation.small_engine import ask, drafting, run, small_config, tokens
+from tests.worker.tiny_model import write_tiny_llama
 
 
 def options_of(**options: Any) -> SpeculativeConfig:
@@ -131,14 +134,20 @@ def test_it_equals_the_plain_search(
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_nothing_is_drafted_without_a_compiler(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_deployed", [True, False])
+def test_requests_are_counted_that_draft_nothing_without_a_compiler(
+    method: Method, is_deployed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (ngram, suffix):
         monkeypatch.setattr(module, "compiled", lambda: None)
-    made = build_drafter(method, SpeculativeConfig(method=method), ServeConfig(model=""), cast(Any, None))
-    sequence = decoding([1, 2, 5, 1, 2])
-    made.begin(sequence, 0, None)
-    assert made.propose([sequence], [2]) == [None]
-    made.forget(sequence.request_id)
+    write_tiny_llama(tmp_path)
+    plain = [ask(name, [1, 2, 5, 1, 2], 8) for name in "ab"]
+    asked = [msgspec.structs.replace(each, speculation=RequestSpeculation(method=method)) for each in plain]
+    engine = drafting(small_config(tmp_path), method=method if is_deployed else "lookahead")
+    assert tokens(run(engine, asked)) == tokens(run(Engine(small_config(tmp_path)), plain))
+    counters = engine._speculator.counters()
+    assert counters[f'spec_decode_unavailable_total{{method="{method}"}}'] == 2
+    assert not any("num_drafts_total" in name for name in counters)
 
 
 # --- earlier outputs ---------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ def test_all_counters_of_workers_are_declared():
     for number in range(1000):
         account.observed_first("ngram", "computed", number < 500)
     account.lost_draft("request", "a test")
+    account.could_not_draft("ngram")
     names = list(account.counters())
     names += [f"kv_host_{field.name}_total" for field in fields(HostCounters)]
     names += [f"kv_disk_{field.name}_total" for field in fields(DiskCounters)]
