@@ -132,6 +132,10 @@ class Engine:
         self.start_up = describe_start(config, loaded, pool, self._runner, self.tiers, load_s, compile_s)
         self._compilations = Compilations() if self._sampler.has_kernels else None
 
+    def prepare_grammars(self) -> None:
+        """Load what requests with grammars need. Call it before serving."""
+        self._grammars.prepare()
+
     def _warm_up(self, loaded: LoadedModel, budget: int) -> None:
         self._sampler.warm_up(loaded.dtype)
         with closing(ProfilingRun(self.blocks, self._runner, self.max_model_len)) as profiling:

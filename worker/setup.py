@@ -8,6 +8,7 @@ import signal
 import socket
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from engine.load.select import pack_model
 from engine.parallel.follower import follow
 from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader, join_by
+from engine.sampler.grammars import load_grammar_tokenizer
 from kvtransfer.blocks.device import queue_of
 from kvtransfer.blocks.layout import JoinedBlocks
 from kvtransfer.blocks.memory import PoolMemory
@@ -35,6 +37,7 @@ from kvtransfer.transports.transport import Transport
 from messaging.files import tls_files
 from native.build import build_all
 from protocol.config import ServeConfig
+from protocol.errors import InvalidRequestError
 from protocol.logs import log_to_stderr
 from protocol.ports import worker_ports
 from speculation.draft_model import check_draft, draft_config
@@ -104,6 +107,7 @@ def build_engine(
     else:
         speculator = partial(BatchSpeculator, remote=remote)
         engine = Engine(config, allocate=allocate_pool, speculate=speculator, leader=leader)
+    engine.prepare_grammars()
     if memory:
         memory[0].stay_ahead(partial(_bytes_in_use, weakref.ref(engine), shared=shared))
     blocks: Tensor | JoinedBlocks = engine.pool.memory
@@ -190,6 +194,9 @@ def preload_models(config: ServeConfig) -> bool:
         log.warning("the model is loaded by each worker, as the template could not: %s", error)
         return False
     keep_preloaded(models)
+    if config.tokenizer is None:  # a tokenizer from elsewhere may be on a hub that does not answer
+        with suppress(InvalidRequestError):  # which a worker tells to the requests that need it
+            load_grammar_tokenizer(config, target.vocab_size, target.eos_token_ids)
     return True
 
 

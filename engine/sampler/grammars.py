@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -45,19 +46,29 @@ class Grammars:
         self._words = np.empty((0, 0), np.int32)
         self._first_bytes = np.empty(0, np.int16)
 
+    def prepare(self) -> None:
+        """Load the tokenizer before the first request needs it: that can keep all threads from Python for
+        seconds, heartbeats included. A failure is told to each request with a grammar.
+        """
+        with suppress(InvalidRequestError):
+            self._thread.submit(self._load).result()
+
     def _begin_compile(self, grammar: str) -> Future[LLMatcher]:
         """Compile a grammar in a separate thread. The future has a matcher at the grammar's start, to be
         copied, or raises `InvalidRequestError`."""
         return self._thread.submit(self._compile, grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer()
-            self._first_bytes = _first_bytes(self._tokenizer)
-        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        compiled = LLMatcher(self._load(), grammar, log_level=0, limits=_LIMITS)
         if compiled.is_error():
             raise InvalidRequestError("grammar", compiled.get_error())
         return compiled
+
+    def _load(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer()
+            self._first_bytes = _first_bytes(self._tokenizer)
+        return self._tokenizer
 
     def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:
         """Return whether these tokens may follow the row. The last one may be an end token."""
@@ -290,15 +301,25 @@ def _first_bytes(tokenizer: LLTokenizer) -> np.ndarray:
 
 
 def load_grammar_tokenizer(config: ServeConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Load llguidance's tokenizer. Raise `InvalidRequestError` for the request that needs it."""
+    """Load llguidance's tokenizer. Raise `InvalidRequestError` for the request that needs it.
+
+    It is loaded once in a process, which shares it with the processes that are forked from it.
+    """
     if not eos_token_ids:
         raise InvalidRequestError("grammar", "the model has no end-of-sequence token")
+    source, is_trusted = config.tokenizer_source, config.trust_remote_code
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            hf_source(config.tokenizer_source, config.revision),
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-        )
-        return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), list(eos_token_ids))
+        return _tokenizer(source, config.revision, is_trusted, vocab_size, tuple(eos_token_ids))
     except Exception as error:  # several libraries raise errors of their own
         raise InvalidRequestError("grammar", f"not with this model's tokenizer: {error}") from error
+
+
+@lru_cache(2)
+def _tokenizer(
+    source: str, revision: str | None, is_trusted: bool, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> LLTokenizer:
+    """Return the tokenizer of the model, or of its draft."""
+    tokenizer = AutoTokenizer.from_pretrained(
+        hf_source(source, revision), revision=revision, trust_remote_code=is_trusted
+    )
+    return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), list(eos_token_ids))
