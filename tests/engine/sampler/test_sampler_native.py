@@ -59,6 +59,13 @@ def test_it_builds_if_there_is_a_compiler() -> None:
 
 
 @needs_compiler
+def test_a_cpu_chooses_by_it_where_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Sampler(9, "cpu", []).is_native
+    monkeypatch.setattr("engine.sampler.sampler.compiled", lambda: None)
+    assert not Sampler(9, "cpu", []).is_native
+
+
+@needs_compiler
 @settings(max_examples=150, deadline=None, database=None)
 @given(cases([*range(1, 9), 15, 64, 127, 128, 130, 333, 1000, 4096], most_rows=8))
 def test_batches(case: Case) -> None:
