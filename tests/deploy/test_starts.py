@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import ray
 
-from deploy import starts
+from deploy import slot_actors
 from deploy.actors import ActorState, WorkerActor
 from deploy.slot_actors import ANSWER_S, FIRST_ANSWER_S, REMIND_S, StartFault, StartWatch
 from deploy.slots import Slot
@@ -32,9 +32,9 @@ class Start:
         self.answer: ActorState | None = None
         self.num_asked, self.num_templates = 0, 0
         monkeypatch.setattr(
-            starts.ray, "wait", lambda refs, timeout: (refs if self.answer is not None else [], [])
+            slot_actors.ray, "wait", lambda refs, timeout: (refs if self.answer is not None else [], [])
         )
-        monkeypatch.setattr(starts.ray, "get", lambda ref: self.answer)
+        monkeypatch.setattr(slot_actors.ray, "get", lambda ref: self.answer)
         config = ServeConfig(start_timeout=LIMIT_S)
         self.watch = StartWatch(config, is_local, self._on_replaced)
         self.slot = Slot("decode-0", ROLES["decode"], actor=SimpleNamespace(look=self))
@@ -149,7 +149,7 @@ def test_an_ended_actor_counts_as_no_answer(start: Start, monkeypatch: pytest.Mo
         raise ray.exceptions.ActorDiedError
 
     start.answer = ActorState(PID)
-    monkeypatch.setattr(starts.ray, "get", die)
+    monkeypatch.setattr(slot_actors.ray, "get", die)
     assert start.after(1) is None and start.slot.seen is None
 
 
