@@ -25,7 +25,7 @@ from native.ownership import CACHE_VARIABLE
 from protocol.config import ServeConfig, field_types, flag_name
 from protocol.engine_options import DEFAULT_MODEL
 from protocol.errors import ConfigError
-from protocol.fields import described, json_object
+from protocol.fields import described, json_object, listed
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
 from protocol.requests import parse_lora_modules
@@ -173,6 +173,8 @@ def _problems(config: ServeConfig) -> Iterator[str]:
             yield f"--kv-transports: unknown transport {name!r}; known: {', '.join(KV_TRANSPORTS)}"
     if config.api_key is not None and not config.api_keys:
         yield "--api-key: names no key"
+    if config.served_model_name is not None and not listed(config.served_model_name):
+        yield "--served-model-name: names no model"
     if not all(map(is_sendable, config.api_keys)):
         yield "--api-key: must have printable ASCII characters only, as HTTP's headers do"
     if len(config.api_keys) > MAX_API_KEYS:

@@ -84,7 +84,7 @@ class ModelOptions:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The model's names in the API. Answers and metrics have the first."""
-        names = listed(self.served_model_name)
+        names = tuple(dict.fromkeys(listed(self.served_model_name)))
         if names:
             return names
         name = Path(self.model).name if Path(self.model).exists() else self.model

@@ -60,6 +60,7 @@ def test_help_imports_neither_torch_nor_ray() -> None:
         (["--enable-prefix-caching=maybe"], "'--enable-prefix-caching' does not take a value"),
         (["--model", "a", "b"], "--model: given twice"),
         (["--model", ""], "--model: must name a folder, a file or a hub id, got ''"),
+        (["--served-model-name", " , "], "--served-model-name: names no model"),
         (["--request-timeout", "inf"], "--request-timeout: must be a finite number above 0, got 'inf'"),
         (["--max-model-len", "1"], "--max-model-len: must be an integer of at least 2, got '1'"),
         (["--worker-threads", "10000"], "--worker-threads: must be an integer from 1 to 1024, got '10000'"),

@@ -74,7 +74,7 @@ def test_models(router):
 
 
 def test_served_model_names(make_router):
-    router = make_router(served_model_name="org/other, gpt-4")
+    router = make_router(served_model_name="org/other, gpt-4, org/other")
     router.add_worker()
     assert [card["id"] for card in router.http.get("/v1/models").json()["data"]] == ["org/other", "gpt-4"]
     for name in ("org/other", "gpt-4"):
