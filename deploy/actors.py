@@ -129,6 +129,8 @@ class WorkerActor:
         os.environ.update(self._environment)  # torch is not imported yet
         if "object_store" in launch.config.transport_names:
             self._carrier = RayCarrier()
-        from worker.process import run_launch
-
+        try:
+            from worker.process import run_launch
+        except Exception as error:  # a broken installation, as of torch
+            return WorkerExit(f"{type(error).__name__}: {error}".splitlines()[0])
         return WorkerExit(run_launch(launch, self._stop, self._carrier))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,17 +154,21 @@ def test_an_ended_actor_counts_as_no_answer(start: Start, monkeypatch: pytest.Mo
     assert start.after(1) is None and start.slot.seen is None
 
 
+def launch_with(**fields: Any) -> Launch:
+    endpoints, keys = ["tcp://127.0.0.1:1"], ClusterKeys.generate()
+    about: dict[str, Any] = {"config": ServeConfig(), **fields}
+    return Launch(role=ROLES["decode"], worker_id="decode-0", router_endpoints=endpoints, keys=keys, **about)
+
+
+def test_an_actor_that_cannot_import_the_worker_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "worker.process", None)
+    encoded = msgspec.msgpack.encode(launch_with(config=ServeConfig(kv_transports="object_store")))
+    end = WorkerActor("unused", {}, False, 0).run(encoded)
+    assert end.reason.startswith("ModuleNotFoundError: ") and not end.was_killed
+
+
 def test_a_node_with_another_tandem_starts_no_worker() -> None:
-    launch = msgspec.to_builtins(
-        Launch(
-            role=ROLES["decode"],
-            worker_id="decode-0",
-            router_endpoints=["tcp://127.0.0.1:1"],
-            config=ServeConfig(),
-            keys=ClusterKeys.generate(),
-            release="9.8",
-        )
-    )
+    launch = msgspec.to_builtins(launch_with(release="9.8"))
     actor = WorkerActor("unused", {}, False, 0)
     for told in (launch, launch | {"role": "of another kind"}):
         end = actor.run(msgspec.msgpack.encode(told))
