@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -143,7 +144,8 @@ def _check_together(config: ServeConfig) -> None:
     has_tls = _are_given(config, "tls_cert", "tls_key")
     _are_given(config, "kv_tls_cert", "kv_tls_key", "kv_tls_ca")
     worker_ports(config)
-    for problem in (*_problems(config), *_kv_events_problems(config), *_autoscale_problems(config)):
+    found = chain(_problems(config), _kv_events_problems(config), _autoscale_problems(config))
+    if (problem := next(found, None)) is not None:
         raise ConfigError(problem)
     check_ranks(config)
     if has_tls:
