@@ -43,11 +43,10 @@ def named_texts(value: object, flag: str, example: str) -> dict[str, str]:
     if isinstance(value, Mapping):
         pairs = [(str(name), str(text)) for name, text in value.items()]
     else:
-        parts = value if isinstance(value, list | tuple) else str(value).split(",")
-        pairs = [
-            (name.strip(), text.strip()) for name, _, text in (str(each).partition("=") for each in parts)
-        ]
-        if not all(map(all, pairs)):
+        parts = value if isinstance(value, list | tuple) else listed(str(value))
+        split = [str(part).partition("=") for part in parts]
+        pairs = [(name.strip(), text.strip()) for name, _, text in split]
+        if not all(name and text for name, text in pairs):
             raise ConfigError(f"{flag}: must be {example}, got {value!r}")
     names = [name for name, _ in pairs]
     for name in names:

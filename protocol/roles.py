@@ -109,7 +109,10 @@ class WorkerRange(msgspec.Struct, frozen=True):
 
 def parse_autoscale(value: object, flag: str) -> dict[str, WorkerRange]:
     """Parse `prefill=1:4,decode=1:8`, or a mapping of roles to `1:4`. Raises `ConfigError`."""
-    found = named_texts(value, flag, "roles with ranges, as in prefill=1:4,decode=1:8")
+    example = "roles with ranges, as in prefill=1:4,decode=1:8"
+    found = named_texts(value, flag, example)
+    if not found:
+        raise ConfigError(f"{flag}: must be {example}, got {value!r}")
     for role in found:
         if role not in ROLES:
             raise ConfigError(f"{flag}: there is no role {role!r}; there are {', '.join(ROLES)}")

@@ -9,6 +9,7 @@ from deploy.config import load_config
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig, field_docs, flag_name
 from protocol.errors import ConfigError
+from protocol.roles import WorkerRange
 
 
 @pytest.fixture
@@ -146,6 +147,9 @@ def test_a_bad_value_names_its_source(field, value, config_file):
                 (["tandem-code-10m=/x"], "tandem-code-10m: is the model's own name"),
             )
         ),
+        *(({"autoscale": each}, "--autoscale: must be roles with ranges") for each in ("", "1:4", {}, 4)),
+        ({"autoscale": "cook=1:4"}, "--autoscale: there is no role 'cook'"),
+        ({"autoscale": "decode=1:4,decode=1:8"}, "--autoscale: decode: is given twice"),
     ],
     ids=str,
 )
@@ -211,6 +215,11 @@ def test_adapters_are_names_with_folders(value):
     config = load_config({"lora_modules": value}, {})
     assert config.lora_modules == {"a": "/x/a", "b": "/x/b=c"}
     assert config.serves_adapters
+
+
+@pytest.mark.parametrize("given", ["decode=1:4", " decode = 1:4 , ", {"decode": "1:4"}, ["decode=1:4"]])
+def test_a_range_of_workers_is_read(given):
+    assert load_config({"autoscale": given}, {}).autoscale == {"decode": WorkerRange(1, 4)}
 
 
 def test_an_adapters_folder_is_relative_to_the_working_directory(monkeypatch, tmp_path):
