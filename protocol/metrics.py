@@ -105,7 +105,7 @@ ROUTER = (
     _gauge("num_requests_parked", "Requests that wait for a worker to start."),
     _gauge("num_requests_held", "Requests that wait in the router because their worker is busy.", "api_key"),
     _counter("request_held_seconds_total", "Time that these requests waited.", "api_key"),
-    _counter("api_key_tokens_total", "Uncached prompt and expected output tokens sent.", "api_key"),
+    _counter("api_key_tokens_total", "Uncached prompt tokens and expected output sent.", "api_key"),
     _counter("router_cpu_seconds_total", "CPU time of the router's event loop."),
     _counter("router_core_wait_seconds_total", "Time for which the router's event loop waited for a core."),
     _histogram("router_loop_lag_seconds", "Delay of the event loop's timer, four times a second.", _TOKEN),
@@ -131,7 +131,9 @@ ROUTER = (
     _histogram("request_max_num_generation_tokens", "Tokens of a request's longest sequence.", _COUNT),
     _histogram("request_kv_reserve_time_seconds", "Asking the decode worker for blocks.", _TRANSFER),
     _histogram("request_kv_transfer_time_seconds", "From the first push to the last block.", _TRANSFER),
-    _histogram("request_kv_transfer_exposed_time_seconds", "Its part after the prefill.", _TRANSFER),
+    _histogram(
+        "request_kv_transfer_exposed_time_seconds", "The transfer's part after the prefill.", _TRANSFER
+    ),
     _histogram("request_kv_transfer_wait_time_seconds", "Time that pieces waited for their turn.", _TRANSFER),
     _histogram("request_kv_handoff_time_seconds", "From the last block to the first decode step.", _TRANSFER),
     _histogram("request_kv_transfer_bytes", "Bytes sent for a prompt.", _BYTES),

@@ -57,7 +57,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     max_tokens: int
-    seed: Annotated[int, SamplingField("Equal requests and seeds get equal answers.", -(2**63), MAX_SEED)] = 0
+    seed: Annotated[
+        int, SamplingField("Equal requests with equal seeds get equal answers.", -(2**63), MAX_SEED)
+    ] = 0
     """Key of the noise, together with the token's position, so that the seed alone fixes the answer."""
     temperature: Annotated[
         float, SamplingField("0 (greedy) to 100; default: the model's, else 1.", 0, 100)
@@ -75,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         float, SamplingField("0.001 to 100; above 1 discourages repetition.", MIN_REPETITION_PENALTY, 100)
     ] = 1.0
     presence_penalty: Annotated[float, SamplingField("-2 to 2, for each token that occurred.", -2, 2)] = 0.0
-    frequency_penalty: Annotated[float, SamplingField("-2 to 2, for each time a token came.", -2, 2)] = 0.0
+    frequency_penalty: Annotated[float, SamplingField("-2 to 2, for each occurrence.", -2, 2)] = 0.0
     logit_bias: Annotated[
         dict[int, float],
         SamplingField("Token id to a bias from -100 to 100.", -100, 100, max_length=MAX_LOGIT_BIAS),

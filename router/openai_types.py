@@ -104,7 +104,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         Raw,
         _json("`structures` of `begin`, `schema` and `end`, and `triggers`.", anyOf=_OBJECT_OR_TEXT),
     ] = absent()
-    whitespace_pattern: Annotated[str | None, doc("A regular expression of JSON's white space.")] = None
+    whitespace_pattern: Annotated[
+        str | None, doc("A regular expression of the space between JSON's tokens.")
+    ] = None
     disable_any_whitespace: Annotated[bool | None, doc("Accepted and ignored.")] = None
 
 
@@ -130,7 +132,9 @@ class SamplingBody(_SamplingFields, kw_only=True):
     allowed_token_ids: Annotated[
         Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None, doc("Generate only these.")
     ] = None
-    skip_special_tokens: Annotated[bool | None, doc("Leave special tokens out; default: true.")] = None
+    skip_special_tokens: Annotated[
+        bool | None, doc("Leave special tokens out of the text; default: true.")
+    ] = None
     priority: Annotated[Priority, doc("Lower values are scheduled first, and shed last; default: 0.")] = None
     truncate_prompt_tokens: Annotated[
         int | None,
@@ -152,7 +156,9 @@ class SamplingBody(_SamplingFields, kw_only=True):
     speculative: Annotated[
         Object, _json("This request's speculation: `enabled`, `method`, `num_speculative_tokens`.")
     ] = absent()
-    structured_outputs: Annotated[StructuredOutputs | None, doc("The constraint, in vLLM's form.")] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, doc("The constraint on the answer, in vLLM's form.")
+    ] = None
 
     length_penalty: Unsupported = absent()
     early_stopping: Unsupported = absent()
@@ -165,12 +171,14 @@ class SamplingBody(_SamplingFields, kw_only=True):
 class GenerationBody(SamplingBody, kw_only=True):
     """The fields that completions and chat share."""
 
-    max_tokens: Annotated[int | None, doc("Most tokens to generate; default: 16, in a chat what fits")] = None
+    max_tokens: Annotated[int | None, doc("Most new tokens; default: 16, in a chat all that fit.")] = None
     n: Annotated[Annotated[int, Meta(ge=1)] | None, doc("Choices for each prompt.")] = None
     stream_options: Annotated[StreamOptions | None, doc("Only with `stream`.")] = None
-    prompt_logprobs: Annotated[int | None, doc("Likeliest alternatives to return for prompt tokens.")] = None
+    prompt_logprobs: Annotated[int | None, doc("Likeliest alternatives for each token of the prompt.")] = None
     spaces_between_special_tokens: Annotated[bool | None, doc("Accepted and ignored.")] = None
-    add_special_tokens: Annotated[bool | None, doc("Add special tokens; default: not in a chat.")] = None
+    add_special_tokens: Annotated[
+        bool | None, doc("Let the tokenizer add special tokens; default: true, in a chat false.")
+    ] = None
     return_token_ids: Annotated[bool | None, doc("Return the token ids of the prompt and the answer.")] = None
     return_timing: Annotated[
         bool | None,
@@ -180,7 +188,9 @@ class GenerationBody(SamplingBody, kw_only=True):
             "the same."
         ),
     ] = None
-    response_format: Annotated[ResponseFormat | None, doc("The answer's format, such as JSON.")] = None
+    response_format: Annotated[
+        ResponseFormat | None, doc("The answer's format, such as JSON or JSON of a schema.")
+    ] = None
 
     best_of: Unsupported = absent()
     use_beam_search: Unsupported = absent()
@@ -196,7 +206,9 @@ class GenerationBody(SamplingBody, kw_only=True):
 class CompletionBody(GenerationBody, kw_only=True):
     """Continue a text."""
 
-    prompt: Annotated[Raw, _json("A text, a list of token ids, or a list of them.", anyOf=PROMPTS)] = absent()
+    prompt: Annotated[Raw, _json("A text, a list of token ids, or a list of either.", anyOf=PROMPTS)] = (
+        absent()
+    )
     echo: Annotated[bool | None, doc("Begin the answer with the prompt.")] = None
     logprobs: Annotated[int | None, doc("Likeliest alternatives to return for each token.")] = None
 
@@ -282,7 +294,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a chat."""
 
     role: Annotated[str, doc("`system`, `developer`, `user`, `assistant` or `tool`.")]
-    content: Annotated[str | list[ContentPart] | None, doc("The text; null with `tool_calls`.")] = None
+    content: Annotated[str | list[ContentPart] | None, doc("The text; may be null with `tool_calls`.")] = None
     name: Annotated[str | None, doc("Passed to the chat template.")] = None
     tool_calls: Annotated[
         Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None,
@@ -317,7 +329,7 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: ParallelCalls = None
     thinking_token_budget: ThinkingTokens = None
     reasoning_effort: Annotated[str | None, doc("Passed to the chat template.")] = None
-    prediction: Annotated[PredictedContent | None, doc("A text to draft from; changes no token.")] = None
+    prediction: Annotated[PredictedContent | None, doc("A text to draft from; it changes no token.")] = None
 
     functions: Unsupported = absent()
     function_call: Unsupported = absent()
@@ -337,7 +349,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: ModelName = None
     prompt: Annotated[str | None, doc("A text; either this or `messages` is required.")] = None
     messages: Annotated[Messages | None, doc("A chat.")] = None
-    add_special_tokens: Annotated[bool | None, doc("Add special tokens; default: not to a chat.")] = None
+    add_special_tokens: Annotated[
+        bool | None, doc("Let the tokenizer add special tokens; default: true for a prompt.")
+    ] = None
     add_generation_prompt: Annotated[bool, doc("Begin the assistant's turn.")] = True
     continue_final_message: Annotated[bool, doc("Leave the last message open.")] = False
     return_token_strs: Annotated[bool | None, doc("Return each token as the vocabulary spells it.")] = None

@@ -62,7 +62,9 @@ class MessageToolChoice(msgspec.Struct, kw_only=True):
 
     type: Annotated[str, doc("`auto` (the default), `any`, `tool` or `none`.")]
     name: Annotated[str | None, doc("The tool to use, with the type `tool`.")] = None
-    disable_parallel_tool_use: Annotated[bool | None, doc("Use at most one tool; default: false.")] = None
+    disable_parallel_tool_use: Annotated[
+        bool | None, doc("Use at most one tool; default: false, unless a tool must be used.")
+    ] = None
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -102,12 +104,14 @@ class MessageBody(types.SamplingBody, kw_only=True):
         Annotated[list[Message], Meta(max_length=types.MAX_MESSAGES)],
         doc("The conversation so far; a last message of the assistant is continued."),
     ]
-    max_tokens: Annotated[int | None, doc("Most tokens to generate; required, except for counting.")] = None
+    max_tokens: Annotated[int | None, doc("Most tokens to generate; required, except to count.")] = None
     system: Annotated[str | list[SystemBlock] | None, doc("The system prompt.")] = None
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None, doc("0 (greedy) to 1; default: the model's, else 1.")
     ] = None
-    top_k: Annotated[Annotated[int, Meta(ge=0)] | None, doc("Sample from this many; 0: from all.")] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=0)] | None, doc("Sample from this many of the likeliest; 0: from all.")
+    ] = None
     stop_sequences: Annotated[
         Annotated[list[types.Word], Meta(max_length=types.MAX_STOPS)] | None,
         doc("Strings that end the answer."),

@@ -61,7 +61,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
     schema: Annotated[types.Object, doc("With the type `json_schema`.")] = types.absent()
     name: Annotated[str | None, doc("Repeated in the response.")] = None
     description: Annotated[str | None, doc("Repeated in the response.")] = None
-    strict: Annotated[bool | None, doc("Repeated in the response; arguments always satisfy it.")] = None
+    strict: Annotated[bool | None, doc("Repeated in the response; the answer always fits.")] = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -94,12 +94,14 @@ class ResponseBody(types.SamplingBody, kw_only=True):
         doc("Functions that the model may call."),
     ] = None
     tool_choice: Annotated[
-        str | ToolName | None, doc("`auto`, the default, `none`, `required`, or a function.")
+        str | ToolName | None, doc("`auto` (the default), `none`, `required`, or the function to call.")
     ] = None
     parallel_tool_calls: types.ParallelCalls = None
     text: Annotated[TextOptions | None, doc("The required format of the answer's text.")] = None
     reasoning: Annotated[ReasoningOptions | None, doc("Options of the model's reasoning.")] = None
-    include: Annotated[list[str] | None, doc("Only `reasoning.encrypted_content`; texts come anyway.")] = None
+    include: Annotated[
+        list[str] | None, doc("Only `reasoning.encrypted_content`: reasoning items have the text itself.")
+    ] = None
     metadata: Annotated[types.Metadata | None, doc("Repeated in the response.")] = None  # type: ignore[assignment]
     user: Annotated[str | None, doc("Repeated in the response.")] = None
     thinking_token_budget: types.ThinkingTokens = None
