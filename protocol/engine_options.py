@@ -43,18 +43,17 @@ class ModelOptions:
     """
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     """Seed of requests without one: equal requests get equal answers. Default: a new one for each."""
-    tool_call_parser: Literal[  # noqa: RUF041
-        Literal["auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"],
-        Literal["gemma4", "glm45", "glm47", "granite", "hermes", "hunyuan_a13b", "hy_v3"],
-        Literal["internlm", "kimi_k2", "llama3_json", "llama4_pythonic", "mimo", "minimax_m2"],
-        Literal["mistral", "openai", "phi4_mini_json", "pythonic", "qwen3_coder", "qwen3_xml"],
-        Literal["step3p5", "xlam"],
-    ] = "auto"
+    tool_call_parser: Literal[
+        "auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "gemma4", "glm45",
+        "glm47", "granite", "hermes", "hunyuan_a13b", "hy_v3", "internlm", "kimi_k2", "llama3_json",
+        "llama4_pythonic", "mimo", "minimax_m2", "mistral", "openai", "phi4_mini_json", "pythonic",
+        "qwen3_coder", "qwen3_xml", "step3p5", "xlam",
+    ] = "auto"  # fmt: skip
     """Format of the model's tool calls; `auto` detects it from the chat template."""
-    reasoning_parser: Literal[  # noqa: RUF041
-        Literal["auto", "none", "deepseek_r1", "qwen3", "gemma4", "granite", "hunyuan_a13b"],
-        Literal["hy_v3", "mistral", "openai_gptoss"],
-    ] = "auto"
+    reasoning_parser: Literal[
+        "auto", "none", "deepseek_r1", "qwen3", "gemma4", "granite", "hunyuan_a13b", "hy_v3", "mistral",
+        "openai_gptoss",
+    ] = "auto"  # fmt: skip
     """Format of the model's reasoning; `none` leaves it in the content."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights and activations."""
