@@ -89,6 +89,8 @@ class Supervisor:
                 self._cluster.ask_for([])
                 self._actors.end_all(self._slots)
 
+    # --- for the routers' thread ------------------------------------------------------------------
+
     def _let_go(self, worker_id: str, for_good: bool) -> str:
         """Decide for all routers, one at a time, whether a worker may leave or change its role."""
         refusal = let_go(self._slots, worker_id, for_good)
@@ -114,6 +116,8 @@ class Supervisor:
             return  # the worker was given up meanwhile
         slot.ready_since, slot.started, slot.role = None, time.monotonic(), ROLES[role]
         slot.incarnation, slot.changes = incarnation, False
+
+    # --- for its own thread -----------------------------------------------------------------------
 
     def _start_due(self, now: float) -> None:
         """Start the workers that are due and have a node. Look for nodes for the others."""

@@ -145,6 +145,8 @@ class RouterEnd:
         if message.number is not None:
             self.send(calls.Answer(message.number, msgspec.Raw(calls.encode(value))))
 
+    # --- for the router ---------------------------------------------------------------------------
+
     def report(self, workers: dict[str, calls.KnownWorker], demand: dict[str, RoleDemand]) -> None:
         """Note the router's workers by id, and its requests' demand by role, a few times a second."""
         self.workers, self.demand = workers, demand
@@ -214,6 +216,8 @@ class RouterPool:
         self._stops_asked = self._stops_sent = 0
         self._restore_signals = threading.Event()
 
+    # --- for the launcher's thread ----------------------------------------------------------------
+
     def mark_dead(self, worker_id: str, incarnation: str, reason: str) -> None:
         self.broadcast(calls.call(RouterServer.mark_dead, worker_id, incarnation, reason))
 
@@ -252,6 +256,8 @@ class RouterPool:
 
     def restore_signals(self) -> None:
         self._restore_signals.set()
+
+    # --- for the main thread ----------------------------------------------------------------------
 
     def run(
         self, on_start: Callable[[], None] = lambda: None, on_signal: Callable[[], None] | None = None
