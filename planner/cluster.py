@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf
 from operator import attrgetter
-from typing import Any
 
 import msgspec
 
@@ -338,13 +337,24 @@ def _cache_format(profile: Profile) -> CacheFormat:
 
 def _registration(name: str, role: str, peers: Sequence[str], profile: Profile) -> Register:
     """Return the registration of a worker with the profile's figures."""
-    ids: dict[str, Any] = {"worker_id": name, "incarnation": name}
-    speed: dict[str, Any] = {"latency_s": profile.wire.latency_s, "bytes_per_s": profile.wire.bytes_per_s}
-    links = [PairState(peer=peer, transport="", in_use=True, **speed) for peer in peers]
-    room: dict[str, Any] = dict.fromkeys(("total_blocks", "free_blocks"), profile.num_blocks)
-    state = WorkerState(**ids, **room, role=role, pairs=links, costs=profile.costs)
+    wire, num_blocks = profile.wire, profile.num_blocks
+    links = [
+        PairState(
+            peer=peer, transport="", in_use=True, latency_s=wire.latency_s, bytes_per_s=wire.bytes_per_s
+        )
+        for peer in peers
+    ]
+    state = WorkerState(
+        worker_id=name,
+        incarnation=name,
+        role=role,
+        total_blocks=num_blocks,
+        free_blocks=num_blocks,
+        pairs=links,
+        costs=profile.costs,
+    )
     return Register(
-        address=PeerAddress(**ids, control="", offers=[]),
+        address=PeerAddress(worker_id=name, incarnation=name, control="", offers=[]),
         role=role,
         model=profile.name,
         max_model_len=profile.kv_tokens,
