@@ -111,8 +111,8 @@ class DecodeLoop(WorkerLoop):
 
     def _on_reserve(self, identity: bytes, message: messages.Reserve) -> None:
         if not self._is_stale(identity, message.incarnation, message.request.request_id):
-            message_of = message.request
-            self.adapter_loads.require(message_of, lambda problem: self._enqueue(identity, message, problem))
+            request = message.request
+            self.adapter_loads.require(request, lambda problem: self._enqueue(identity, message, problem))
 
     def _enqueue(self, identity: bytes, message: messages.Reserve, adapter_problem: Problem | None) -> None:
         request_id = message.request.request_id

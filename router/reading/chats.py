@@ -185,10 +185,8 @@ class Chats:
     @property
     def constant_grammars(self) -> list[AskedGrammar]:
         """Return grammars that many requests ask for with the same fields."""
-        wanted, structured = (
-            types.ResponseFormat(type="json_object"),
-            types.StructuredOutputs(json_object=True),
-        )
+        wanted = types.ResponseFormat(type="json_object")
+        structured = types.StructuredOutputs(json_object=True)
         starts = (None, False, True) if self._is_harmony or self.has_reasoning else (None,)
         requests = [GrammarRequest(wanted, is_open=is_open) for is_open in starts]
         requests += [GrammarRequest(structured_outputs=structured, is_open=is_open) for is_open in starts]

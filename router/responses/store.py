@@ -100,8 +100,8 @@ class ResponseStore:
     def delete(self, response_id: str, owner: str) -> bool:
         """Delete a response. Return whether it existed."""
         with self._transaction():
-            select = "delete from responses where id = ? and owner = ?"
-            found = self._database.execute(select, (response_id, owner))
+            delete = "delete from responses where id = ? and owner = ?"
+            found = self._database.execute(delete, (response_id, owner))
         return found.rowcount > 0
 
     def close(self) -> None:
