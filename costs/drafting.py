@@ -196,7 +196,11 @@ TEXT_MEMORY = 16.0
 
 
 class MethodAcceptance:
-    """A method's conditional acceptance rates by position. `found`: the share of granted tokens drafted."""
+    """A method's acceptance rates by position, over all of its requests, learned from verified drafts.
+
+    Token i of a draft can only be accepted after token i - 1, so the rates are conditional. Old drafts fade.
+    `found`: the share of granted tokens that were drafted.
+    """
 
     def __init__(self, num_positions: int, rates: list[float] | None = None) -> None:
         """Start from `rates`, with the same uncertainty as before any draft."""
@@ -225,7 +229,11 @@ class MethodAcceptance:
 
 
 class RequestAcceptance:
-    """One request's acceptance. Its drafts also count for its method, and for its class with that method."""
+    """One request's acceptance: its method's rates, and the hardness of its text. That is its rejections
+    divided by those that the rates predict, both fading as the text grows.
+
+    Its drafts also count for its method, and for its class with that method.
+    """
 
     def __init__(self, method: MethodAcceptance, of_class: MethodAcceptance | None = None) -> None:
         self.method = method

@@ -97,6 +97,7 @@ class DraftTime:
         """Seconds to read a token that was not drafted from before; None until measured."""
 
     def unit(self, num_requests: int) -> float:
+        """Return the seconds of a level."""
         return _nearest(self._units, num_requests, self._first_unit)
 
     def units(self, levels: int, tokens: int) -> float:

@@ -143,6 +143,7 @@ class WorkerOptions(RoleOptions):
         return int(getattr(self, role.replicas))
 
     def num_ranks(self, role: RoleSpec) -> int:
+        """Return the number of processes of each worker of a role."""
         return int(getattr(self, role.ranks)) if role.ranks else 1
 
     @property
@@ -151,6 +152,7 @@ class WorkerOptions(RoleOptions):
 
     @property
     def total_ranks(self) -> int:
+        """Return the number of processes of all deployed workers."""
         return sum(self.num_replicas(role) * self.num_ranks(role) for role in ROLES.values())
 
     @property
@@ -186,6 +188,7 @@ class TransferOptions:
 
     @property
     def transport_names(self) -> list[str]:
+        """The transports to offer, best first."""
         return list(listed(self.kv_transports))
 
     @property

@@ -77,9 +77,11 @@ class AdapterLoads:
         self._done: SimpleQueue[_Read] = SimpleQueue()
 
     def __contains__(self, request_id: str) -> bool:
+        """Return whether the request waits for its adapter."""
         return (_REQUEST, request_id) in self._pending
 
     def request_ids(self) -> list[str]:
+        """Return the ids of the requests that wait for their adapters."""
         return [key for kind, key in self._pending if kind == _REQUEST]
 
     def awaits(self, digest: str) -> bool:

@@ -63,6 +63,7 @@ class CorePlaces:
 
 
 def host_cores() -> int:
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -75,6 +75,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: ChoiceDelta, num_top: int) -> dict[str, Any]:
+    """Return the `logprobs` of a chat choice."""
 
     def describe(token_id: int, entry: TokenLogprobs | None) -> dict[str, Any]:
         assert entry is not None
@@ -143,6 +144,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def only_text(self) -> bool:
+        """Whether most chunks of a stream contain only text."""
         return not (self.keep_details or self.return_timing or self.continuous_usage)
 
 

@@ -131,6 +131,7 @@ def _value(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
 
 
 def _quoted(answer: AnswerText, write: Callable[[str], object]) -> Parse[bool]:
+    """Write a string unchanged."""
     write((yield from answer.read(1)))
     while True:
         yield from answer.run(_IN_STRING, write)

@@ -77,6 +77,7 @@ class ScalingLog:
         self.publish: Callable[[ScalingEvent], None] = self.note
 
     def latest(self) -> list[ScalingEvent]:
+        """Return the events, the newest first."""
         return list(self._events)[::-1]
 
     def note(self, event: ScalingEvent) -> None:
