@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,12 +54,16 @@ def read_object(path: Path, flag: str) -> dict[str, Any]:
     return content
 
 
-def open_tensors(path: Path, flag: str) -> Any:
-    """Open a safetensors file for torch. Raises ConfigError that names `flag` and the file."""
+@contextmanager
+def open_tensors(path: Path, flag: str) -> Iterator[Any]:
+    """Open a safetensors file for torch. Raises ConfigError that names `flag` and the file if the file, or a
+    tensor read from it, cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(path, "pt")
+        with safe_open(path, "pt") as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{flag}: {path}: cannot be read: {error}") from error
 
