@@ -18,6 +18,8 @@ _KINDS: dict[str, Any] = {
     "double": ctypes.c_double,
 }
 _RESULTS = _KINDS | {"void": None, "const char*": ctypes.c_char_p}
+_FUNCTIONS = "Parallel", "Function"
+"""The C++ names of functions' addresses."""
 _FUNCTION = re.compile(r'^(?:extern "C" )?((?:const )?\w+\*?) (tandem_\w+)\(([^)]*)\) {', re.M)
 
 
@@ -52,9 +54,13 @@ def declared(source: Path, name: str) -> Iterator[tuple[str, str]]:
 
 def prototypes(source: Path) -> Iterator[tuple[str, Any, list[Any]]]:
     """Yield the name of each function `tandem_...` of a C++ file, its result's type and its arguments' types.
-    A `const char*` that it returns is text; other pointers are void pointers.
+    A `const char*` that it returns is text; other pointers, and addresses of functions, are void pointers.
     """
     for result, name, arguments in _FUNCTION.findall(re.sub(r"//.*", "", source.read_text())):
-        words = [argument.split()[0] for argument in arguments.split(",") if argument.strip()]
-        kinds = [_KINDS.get(word, ctypes.c_void_p) for word in words]
+        words = [argument.split() for argument in arguments.split(",") if argument.strip()]
+        given = [" ".join(each[:-1]) or each[0] for each in words]  # an argument may have no name
+        known = _KINDS | dict.fromkeys(_FUNCTIONS, ctypes.c_void_p)
+        unknown = [kind for kind in (result, *given) if kind[-1] != "*" and kind not in known | _RESULTS]
+        assert not unknown, f"{source}: {name} has types that Python does not know: {unknown}"
+        kinds = [known.get(kind, ctypes.c_void_p) for kind in given]
         yield name, _RESULTS.get(result, ctypes.c_void_p), kinds
