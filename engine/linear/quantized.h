@@ -72,7 +72,8 @@ struct Inputs {
     void add_up(const uint16_t* x, const Quantized& q, int64_t rows, int64_t run, int64_t runs, int64_t threads,
                 Parallel parallel) {
         sums.resize(rows * runs);
-        share_out((rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads, parallel, [&](int64_t part) {
+        const int64_t parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+        share_out(parts, std::min(parts, threads), parallel, [&](int64_t part) {
             for (int64_t r = part * ROWS_AT_ONCE; r < std::min((part + 1) * ROWS_AT_ONCE, rows); r++)
                 for (int64_t i = 0; i < runs; i++) {
                     const uint16_t* from = x + r * q.in_features + i * run;
