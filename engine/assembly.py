@@ -79,6 +79,7 @@ class Assembly:
 
     @cached_property
     def hidden_layers(self) -> tuple[int, ...]:
+        """The layers whose hidden states the runner captures."""
         return (self.loaded.num_layers,) if self.config.enable_embeddings else self.speculator.hidden_layers
 
     @cached_property
@@ -223,6 +224,7 @@ class Assembly:
         return 1 if options is None or options.method in WEIGHTLESS else 2
 
     def _sample_trial(self, logits: Tensor) -> None:
+        """Sample with the parameters that take the most memory."""
         params = SamplingParams(max_tokens=1, logprobs=1, logit_bias={0: 1.0})
         rows = [SamplingRow(params, [], [], 0, "")] * len(logits)
         sampler, options = self.sampler(), self.config.speculative_config

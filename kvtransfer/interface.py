@@ -61,6 +61,7 @@ class RegisteredPool:
 
     @property
     def block_pools(self) -> tuple[int, ...]:
+        """Return the number of blocks of each block pool."""
         return (self.num_blocks,) * self.num_tables
 
     @property

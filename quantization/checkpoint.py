@@ -173,6 +173,7 @@ class Source:
 
     @property
     def size(self) -> int:
+        """Size of the weights in bytes."""
         return sum((self.folder / name).stat().st_size for name in self.shards)
 
     def has(self, tensor: str) -> bool:

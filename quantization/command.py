@@ -60,6 +60,8 @@ def quantize(options: QuantizeOptions, console: Console) -> None:
 
 
 class _Job:
+    """One quantization of `model`, in place."""
+
     def __init__(self, model: PreTrainedModel, recipe: Recipe, source: Source) -> None:
         self._model, self._recipe, self._source = model, recipe, source
         self._name, self.blocks = find_blocks(model)
@@ -108,6 +110,7 @@ class _Job:
         return FinishedBlock(quantized, {n: t for n, t in others.items() if not torch.equal(t, before[n])})
 
     def write(self, output: Path, unfinished: Unfinished) -> int:
+        """Write the checkpoint. Return the size of its weights in bytes."""
         prefixes = {f"{self._name}.{index}.": index for index in range(len(self.blocks))}
         unquantized = [name for name in linears(self._model) if not name.startswith(f"{self._name}.")]
         unquantized += [f"{self._name}.{name}" for name in _other_weights(self.blocks)]

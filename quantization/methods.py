@@ -35,6 +35,7 @@ def round_block(recipe: Recipe, block: nn.Module) -> Quantized:
 
 
 def set_weights(block: nn.Module, quantized: Quantized) -> None:
+    """Replace the block's weights with the dequantized values of `quantized`."""
     layers = linears(block)
     for name, weight in quantized.items():
         _replace(layers[name], weight)

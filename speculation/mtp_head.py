@@ -84,6 +84,7 @@ class MtpHeads(DraftHead):
 
 
 def _joined(groups: Sequence[Group]) -> Group:
+    """Return one group with the layers of all groups, which are alike."""
     first = groups[0]
     counts = [segment.num_layers for segment in first.segments]
     layers = [

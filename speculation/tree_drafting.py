@@ -158,6 +158,7 @@ def drafting_of(
 
 
 def drafts_of(nodes: Tensor) -> list[Draft | None]:
+    """Convert the nodes of `TreeGrowth.end`, on the host, to drafts."""
     drafts: list[Draft | None] = []
     for token_ids, rows_before in nodes[:2].transpose(0, 1).tolist():
         parents = [row - 1 for row in rows_before if row >= 0]

@@ -122,6 +122,7 @@ class Recording:
 
     @property
     def tokens(self) -> Tensor:
+        """Return the tokens of all texts, int32, memory-mapped."""
         return self._map("tokens", torch.int32, self.num_tokens)
 
     @property

@@ -40,6 +40,8 @@ Fill = Callable[[StepInputs], None]
 
 
 class ChainDrafter(Protocol):
+    """A model that drafts whole chains in one call."""
+
     vocab_size: int
     block_table: BlockTable
 

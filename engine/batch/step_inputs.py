@@ -129,6 +129,7 @@ class StepShape:
     """Whether a sequence's only row may be a draft token, which changes no recurrent state."""
 
     def takes(self, other: StepShape) -> bool:
+        """Return whether the steps of `other` fit this shape."""
         sizes = zip(vars(self).values(), vars(other).values(), strict=True)
         return all(own >= least for own, least in sizes)
 

@@ -97,6 +97,7 @@ class BlockPool:
         return True
 
     def reference(self, entry: CacheEntry) -> Sequence[int]:
+        """Add a reference to each block of an entry, and return the blocks."""
         entry.num_users += 1
         for block in entry.blocks:
             if self._references[block] == 0:
@@ -149,6 +150,7 @@ class Store:
         self.num_saved = self.num_evicted = 0
 
     def names(self, identity: BlockIdentity) -> list[BlockIdentity]:
+        """Return the names of an entry's blocks in the lower tiers."""
         return [table_identity(identity, self.number)]
 
     def is_below(self, identity: BlockIdentity, holds: Holds | None) -> bool:

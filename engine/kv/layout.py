@@ -284,6 +284,7 @@ class Group:
 
     @property
     def num_values(self) -> int:
+        """Number of values of a token in all tables."""
         per_table = (
             math.prod((s.num_layers, s.num_planes, s.num_kv_heads, s.head_dim)) for s in self.segments
         )
@@ -339,6 +340,7 @@ class PoolLayout:
 
     @property
     def state_slot_bytes(self) -> int:
+        """Bytes of one sequence's state slots."""
         return sum(state.state_slot_bytes for state in (self.state, self.draft_state) if state is not None)
 
     @property
@@ -375,6 +377,7 @@ class PoolLayout:
         return {name: segment.views(part, self.block_size) for (name, segment), part in pairs}
 
     def describe(self) -> list[SegmentInfo]:
+        """Return the segments in the form that other workers read."""
         size = self.block_size
         return [
             SegmentInfo(

@@ -66,6 +66,7 @@ class KVPool:
 
     @property
     def block_bytes(self) -> int:
+        """Number of bytes of a block, on all ranks."""
         return self.memory.shape[1]
 
     @property

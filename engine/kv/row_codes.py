@@ -93,6 +93,7 @@ class KvRows:
         return StoredRows(codes.view(torch.uint8), scale.squeeze(-1))
 
     def decode(self, stored: StoredRows) -> Tensor:
+        """Return the values of encoded rows, rounded to `dtype`."""
         if stored.scales is None:
             return stored.values
         codes = stored.values.view(CODE_DTYPES[self.quantization])

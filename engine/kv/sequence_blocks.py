@@ -232,6 +232,7 @@ class SequenceBlocks:
         return place if can_be_found and place < len(self.identities) else -1
 
     def _parent(self, start: int) -> BlockIdentity:
+        """Return the identity before the block that begins at token `start`."""
         return self.identities[start // self.manager.block_size - 1] if start else self.root
 
     def _log_entry(self, store: Store, place: int, token_ids: Sequence[int]) -> None:

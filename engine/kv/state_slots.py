@@ -59,12 +59,14 @@ class StateLayout:
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of a sequence's state at a grid point."""
         states = sum(math.prod(layer.state_shape) for layer in self.layers)
         tails = sum(math.prod(layer.tail_shape) for layer in self.layers)
         return _aligned(4 * states + self.dtype.itemsize * tails)
 
     @property
     def window_bytes(self) -> int:
+        """Bytes of the inputs after the grid point."""
         heads = sum(
             layer.num_key_heads * layer.key_dim + layer.num_heads * (layer.value_dim + layer.decay_dim)
             for layer in self.layers

@@ -208,6 +208,7 @@ class ExpertsModule(nn.Module):
         return count
 
     def part(self, own: range) -> ExpertsModule:
+        """Return only the experts `own`, numbered from 0."""
         return type(self)(self.first.part(own), self.second.part(own), self.rest)
 
 
@@ -241,6 +242,7 @@ def join_experts(model: nn.Module, pack: Pack | None = None) -> None:
 
 
 def pack_experts(model: nn.Module) -> None:
+    """Pack fused experts, freeing their tensors."""
     for path, experts in fused_experts(model).items():
         parts, rest = fused_parts(experts)
         first, second = (RoutedLinear([*weights], biases) for weights, biases in parts)

@@ -40,6 +40,7 @@ _DEPTH, _SLICE = 32, 128
 
 
 def fits(weight: QuantizedWeight) -> bool:
+    """Return whether the kernel can multiply by the weight."""
     inputs, group = weight.codes.shape[1], weight.group_size
     whole_runs = group == inputs or group <= _SLICE or group % _SLICE == 0
     return inputs % _DEPTH == 0 and group % _DEPTH == 0 and whole_runs
@@ -115,6 +116,7 @@ class PackedWeight:
         )
 
     def is_table(self) -> bool:
+        """Return whether `bfloat16_rows` can read it."""
         return self.format is CodeFormat.INT8 and self.minima is None and self.inputs is None
 
     def bfloat16_rows(self, first: int, end: int) -> Tensor:
@@ -188,6 +190,7 @@ def _words(weight: QuantizedWeight) -> Tensor:
 
 
 def _even_codes(eight: Tensor) -> Tensor:
+    """Return the codes in the even bytes of each int64, packed in one int16."""
     gathered = (eight & 0x000F000F000F000F).mul_(_TO_THE_TOP)
     return gathered.view(torch.int16)[:, 3::4]
 
@@ -219,6 +222,8 @@ _quantized_linear = operator(
 
 
 class PackedQuantizedLinear(nn.Module):
+    """A quantized layer with packed weights, for bfloat16 inputs."""
+
     words: Tensor
     scales: Tensor
     minima: Tensor | None

@@ -138,6 +138,7 @@ def runner_of_head(
     target: LoadedModel,
     backend: AttentionBackend,
 ) -> Runner:
+    """Return a runner of a draft head, which `program` describes, with linear layers in `parts`."""
     natively = config.compile == "auto" and kernel_fault(target.device, target.dtype, DTYPES) is None
     native: Runner | None = None
     if natively and isinstance(by_table(backend)[0][0], NativeBackend) and unfit_head(program()) is None:

@@ -71,6 +71,7 @@ class PackedProduct(NamedTuple):
 
 
 def pack(products: Mapping[str, LowRankProduct]) -> dict[str, PackedProduct]:
+    """Pack all products of an adapter into one allocation, in their order."""
     plain = {path: _packed(product) for path, product in products.items()}
     pages = HugePages(sum(each.down.nbytes + each.up.nbytes for each in plain.values()))
     return {
@@ -227,6 +228,7 @@ class Adapters:
             self._drop_unused(slot)
 
     def listed(self) -> list[Adapter]:
+        """Return the adapters that have a name."""
         return [adapter for weights in self._weights.values() for adapter in weights.named.values()]
 
     def require(self, adapter: Adapter, files: AdapterFiles | None = None) -> int:

@@ -60,6 +60,8 @@ class Score(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Norm:
+    """A root mean square norm."""
+
     weight: Tensor
     epsilon: float
     kind: NormKind = NormKind.PLAIN
@@ -154,6 +156,7 @@ class Attention(Mixer):
 
     @property
     def kv_heads(self) -> int:
+        """The number of KV heads that the inputs make."""
         made = self.inputs.outputs - self.query_size
         return made // self.head_dim // self.sides if self.sides else 0
 

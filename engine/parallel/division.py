@@ -65,6 +65,7 @@ def keys_of(keys: int, size: int) -> list[range]:
 
 
 def query_columns(queries: int, keys: int, size: int) -> Columns:
+    """Return each rank's attention heads."""
     return Columns(tuple(heads.queries for heads in heads_of(queries, keys, size)))
 
 

@@ -83,6 +83,7 @@ def send(link: socket.socket, message: bytes) -> None:
 
 
 def receive(link: socket.socket, decoder: Decoder[_Message]) -> _Message | None:
+    """Return the next message, or None if the other side is gone."""
     head = _read(link, _LENGTH.size)
     body = _read(link, *_LENGTH.unpack(head)) if head else b""
     return decoder.decode(body) if body else None
@@ -109,6 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read(link: socket.socket, count: int) -> bytes:
+    """Return `count` bytes, or b"" at the end of the stream."""
     data = bytearray()
     while len(data) < count:
         part = link.recv(count - len(data))

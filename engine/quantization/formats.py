@@ -2,9 +2,9 @@
 
 AWQ (Lin et al. 2023) packs eight outputs in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7. GPTQ (Frantar et al.
 2022) packs inputs, and its `g_idx` has each input's group. Version 1 of GPTQ's files stores zero points minus
-one. compressed-tensors, which llm-compressor writes, has the other formats. All pack codes in int32 words,
-the first code in the lowest bits. gpt-oss's own MXFP4 checkpoints have one tensor with the weights of all
-experts: E2M1 codes, with one power of two (E8M0) for each 32 inputs (OCP Microscaling Formats, 2023).
+one. compressed-tensors, which llm-compressor writes, has the other formats. Words are int32 with their first
+code in the lowest bits. gpt-oss's own MXFP4 checkpoints have one tensor with the weights of all experts: E2M1
+codes, with one power of two (E8M0) for each 32 inputs (OCP Microscaling Formats, 2023).
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class Draft:
 
     @property
     def depth(self) -> int:
+        """Number of nodes on the longest path."""
         return self.num_nodes if self.parents is None else max(self.depths(), default=0)
 
     def depths(self) -> list[int]:

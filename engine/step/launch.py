@@ -50,6 +50,7 @@ class Launched:
         return self.logits if len(self.logits) == count else self.logits[:count]
 
     def free_kept(self) -> None:
+        """Free the kept blocks once the step is over."""
         for sequence_blocks in self.kept:
             sequence_blocks.free()
 

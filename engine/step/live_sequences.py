@@ -126,6 +126,7 @@ class KeptTokens:
 
 
 def keep_tokens(sequence: SequenceState, token_ids: Sequence[int], eos: Collection[int]) -> KeptTokens:
+    """Append the tokens to the sequence, up to the token that ends it."""
     kept = KeptTokens()
     for token_id in token_ids:
         sequence.append(token_id)

@@ -25,6 +25,7 @@ def _library() -> ctypes.CDLL:
 
 
 def compiled(pool: SegmentLayout, wire: SegmentLayout, device: torch.device) -> bool:
+    """Return whether these functions convert between such a pool and such a wire."""
     known = pool.dtype == torch.bfloat16 and wire.quantized and wire.code_dtype == torch.int8
     return known and device.type == "cpu" and _library() is not None
 

@@ -178,6 +178,7 @@ class Quantizer:
 
 
 def _scale(top: Tensor, largest_code: float, out: Tensor) -> Tensor:
+    """Write the scales to `out`; return their inverses."""
     scale = (top / largest_code).to(SCALE_DTYPE)
     scale[top < SMALLEST] = 0
     out.copy_(scale)

@@ -151,6 +151,7 @@ class ScatterList:
         return self._ends[-1] - self.done if self._ends else 0
 
     def batch(self) -> list[memoryview]:
+        """Return the buffers for the next system call."""
         first = bisect_right(self._ends, self.done)
         batch = self._slice(first, first + self._batch_buffers)
         batch[0] = batch[0][len(batch[0]) - (self._ends[first] - self.done) :]

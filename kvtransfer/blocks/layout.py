@@ -63,6 +63,7 @@ class SegmentLayout:
 
     @property
     def quantized(self) -> bool:
+        """Return whether there is a scale for each block."""
         return self.info.quantization in CODE_DTYPES
 
     @property

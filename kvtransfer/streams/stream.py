@@ -222,6 +222,7 @@ class Stream(threading.Thread):
                 self._read_acks(channel)
 
     def _take(self, writer: PieceWriter) -> _Transmission | None:
+        """Take the next piece of the lease whose turn it is."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return None
         with self._reading:  # an abort waits until the blocks of a piece in flight are read

@@ -130,6 +130,8 @@ class PieceWriter:
 
 
 class PieceReader(ABC):
+    """The receiver's end of one connection."""
+
     saved_bytes = 0
     """Bytes that coding saved in the last coded piece."""
 
@@ -171,6 +173,7 @@ class Transport(ABC):
         return listen_tcp(host, ports)
 
     def connect(self, address: str) -> socket.socket:
+        """Start to connect, without blocking."""
         return connect_tcp(address)
 
     def channel(

@@ -47,6 +47,7 @@ def can_verify(sequence: SequenceState) -> bool:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
+    """Verify like `verify_coupled`, for sequences that `can_verify`."""
     function, is_coupled = compiled(), rule == "coupled"
     assert function is not None
     count = len(sequences)

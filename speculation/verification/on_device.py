@@ -53,6 +53,7 @@ def warm_up(sampler: Sampler, dtype: torch.dtype, rule: Verification) -> None:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
+    """Verify like `verify_coupled`, for sequences that `can_verify`."""
     rows, as_blocks = DraftedRows(sequences, takes_late=True), rule == "block"
     chosen = sampler.chosen(logits, rows.sampling, rows.position_offsets(sampler.upload))
     drawn = [distributions_of(sequence.draft, chosen.logits) for sequence in sequences]

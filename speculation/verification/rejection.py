@@ -56,6 +56,7 @@ class Stop:
 def verify(
     sequences: Sequence[SequenceState], logits: Tensor, sampler: Sampler, rule: Verification
 ) -> list[Verdict]:
+    """Verify like `verify_coupled`, for sequences that all have a draft."""
     rows = DraftedRows(sequences)
     target = sampler.probabilities(logits, rows.sampling)
     failed = target.amax(dim=1) == 0

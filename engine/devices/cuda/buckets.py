@@ -62,6 +62,7 @@ class Buckets:
         return cls(sequences, rows_each, _blocks(longest, config.block_size), trees, **kinds)
 
     def __iter__(self) -> Iterator[StepShape]:
+        """Yield the shapes, the largest first."""
         for blocks in reversed(self.blocks):
             for rows_each in reversed(self.rows_each):
                 for sequences in reversed(self.sequences):

@@ -171,6 +171,7 @@ def _counters(padded: int, tiles: int, device: torch.device) -> Tensor:
 
 @cache
 def _zeros(count: int, device: torch.device) -> Tensor:
+    """Return zeros, which kernels leave."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 

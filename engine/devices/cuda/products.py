@@ -230,6 +230,7 @@ class TiledLinear(Tiled):
 
 
 def fits(weight: QuantizedWeight) -> bool:
+    """Return whether the kernel can multiply by the weight."""
     return _depth(weight.group_size) is not None
 
 

@@ -71,6 +71,7 @@ class Operations(ABC, Generic[Rows]):
         return active if values is None else active * values
 
     def mix(self, mixer: Mixer, normed: Tensor, rows: Rows) -> Tensor:
+        """Return the input of the mixer's output product."""
         normed = scaled(normed, mixer.input_multiplier)
         made = self.multiply(mixer.inputs, normed, rows)
         if isinstance(mixer, Attention):

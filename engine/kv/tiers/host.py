@@ -159,6 +159,7 @@ class HostTier:
             self._disk.log = log
 
     def contents(self) -> Iterator[tuple[Medium, BlockIdentity]]:
+        """Yield all blocks, here and on the disk."""
         for identity in self._slot_of:
             yield Medium.CPU, identity
         for identity in self._disk.stored() if self._disk is not None else ():

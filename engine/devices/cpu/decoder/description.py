@@ -217,6 +217,7 @@ class Description(NativeModel):
         return args
 
     def _rotation(self, rotation: Rotation | None) -> tuple[int | None, int | None]:
+        """Return the addresses of the rotation's cosines and sines."""
         if rotation is None:
             return None, None
         if rotation not in self._rotations:

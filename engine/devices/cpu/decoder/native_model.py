@@ -118,11 +118,13 @@ class NativeModel:
         return self.keep(tensor, torch.float32)
 
     def hold(self, tensor: Tensor) -> Tensor:
+        """Return an unconverted copy of the tensor, and keep it alive."""
         values = self._memory.copy(tensor.detach())
         self._kept.append(values)
         return values
 
     def keep_experts(self, args: ExpertsArgs | QuantizedArgs) -> int:
+        """Keep the struct alive. Return its address."""
         self._experts.append(args)
         return ctypes.addressof(args)
 

@@ -149,4 +149,5 @@ def _address(tensor: Tensor | None) -> Any:
 
 
 def _step(state_slots: Tensor) -> int:
+    """Return the bytes from one state slot to the next."""
     return state_slots.stride(0) * state_slots.element_size()

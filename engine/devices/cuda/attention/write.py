@@ -23,6 +23,7 @@ def decode(codes, FP8: tl.constexpr):
 
 @triton.jit
 def encode(values, FP8: tl.constexpr):
+    """Return the bytes and the scale of a row of float32 values."""
     largest: tl.constexpr = 448.0 if FP8 else 127.0
     top = tl.max(tl.abs(values), 0)
     finite = tl.sum((tl.abs(values) < float("inf")).to(tl.int32), 0) == values.shape[0]
