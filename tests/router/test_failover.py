@@ -140,6 +140,20 @@ def test_an_answer_that_is_already_complete_is_finished(make_router, pool, how):
     eventually(lambda: is_idle(router))
 
 
+def test_each_of_several_sequences_continues(make_router, pool):
+    router = make_router()
+    first = router.add_worker("decode-0", stall_after=4)
+    future = pool.submit(post, router, prompt=["one", "two two", "three three"], max_tokens=20, n=2)
+    eventually(lambda: emitted(router) == [4] * 6)
+    second = router.add_worker("decode-1")
+    lose(router, first)
+    body = answer(future.result(20))
+    assert body["usage"]["completion_tokens"] == 120
+    assert len(second.generated) == 6
+    assert placed_again(router) == 6
+    eventually(lambda: is_idle(router))
+
+
 def test_the_third_death_without_a_token_is_an_error(make_router, pool):
     """The request itself may be the cause."""
     router = make_router()
