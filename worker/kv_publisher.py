@@ -140,7 +140,9 @@ class Encoding:
         return [each if self._as_map else list(each.values()) for each in fields]
 
     def _fields(self, run: list[CacheEvent]) -> dict[str, object]:
-        """Return the fields of one event for a run of events that follow one another."""
+        """Return the fields of one event for a run of events that follow one another, in vLLM's order: in the
+        list form, consumers know them by their places.
+        """
         first = run[0]
         if first.kind == "cleared":
             return {"type": "AllBlocksCleared"}
