@@ -10,16 +10,12 @@ from unittest import mock
 
 from torch import Tensor
 
-from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
-from engine.kv.layout import Group
-from engine.kv.pool import KVPool
-from engine.kv.state_slots import StateLayout
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
 from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
-from speculation.drafter import ComputedRows
+from speculation.drafter import ComputedRows, Drafter
 from speculation.speculator import BatchSpeculator
 
 Script = Callable[[SequenceState, int], Draft | None]
@@ -29,13 +25,8 @@ Answers = Mapping[str, Sequence[int]]
 """Maps requests to the tokens that they get without speculation."""
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Records its calls. It drafts only while it is `listening`, not as the engine measures itself."""
-
-    kv_group: Group | None = None
-    state_layout: StateLayout | None = None
-    hidden_layers: tuple[int, ...] = ()
-    carried_features = 0
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -43,20 +34,8 @@ class ScriptedDrafter:
         self.observed: list[ComputedRows] = []
         self.forgotten: list[str] = []
 
-    def attach(self, loaded: LoadedModel, pool: KVPool) -> None:
-        pass
-
-    def warm_up(self) -> None:
-        pass
-
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
         pass
-
-    def num_drafted(self, request_id: str) -> int:
-        return 0
-
-    def feature(self, request_id: str) -> Tensor | None:
-        return None
 
     def propose(self, sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
         if not self.listening:
