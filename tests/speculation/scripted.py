@@ -10,6 +10,7 @@ from unittest import mock
 
 from torch import Tensor
 
+from engine.devices.loaded_model import LoadedModel
 from engine.engine import Engine
 from engine.step.draft import Draft
 from engine.step.sequence import SequenceState
