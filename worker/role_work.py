@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 class RoleWork(ABC):
     """The base of all roles' loops, with the handling of routers' messages. Belongs to the loop's thread.
-    `requests` holds the requests on this worker, `outbox` the outputs not yet sent to the routers.
+    `requests` holds the requests on this worker, `outbox` the outputs not yet sent to the routers. A role's
+    loop sets `requests`, `WorkerLoop` the other parts declared here.
     """
 
     requests: RequestTable[Any]
