@@ -40,6 +40,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bfloat16 in a window": ({"dtype": BF16, "heads": 5, "kv_heads": 1}, {"window": 100, "softcap": 4.0}),
     "bfloat16 in a small window": ({"dtype": BF16}, {"window": 5}),
     "bfloat16, a key head each": ({"dtype": BF16, "heads": 3, "kv_heads": 3}, {"window": 700}),
+    "bfloat16 in blocks of 8": ({"dtype": BF16, "block_size": 8}, {}),
+    "bfloat16 in blocks of 48": ({"dtype": BF16, "block_size": 48, "head_dim": 96}, {"window": 100}),
     "int8 with sinks": ({"quantization": "int8_row_scales"}, {"sinks": SINKS}),
     **{
         f"{name} of {dtype}": ({"dtype": dtype, "quantization": name, **shape}, {"window": 700})
