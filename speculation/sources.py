@@ -145,10 +145,14 @@ class DraftSources:
         """Return whether the source can draft, and count a request for which it cannot."""
         if source not in self.drafters:
             self._add(source)
-        is_able = self.drafters[source].is_able
-        if not is_able:
+        if self.is_unable(source):
             self._account.could_not_draft(source)
-        return is_able
+            return False
+        return True
+
+    def is_unable(self, source: Source | None) -> bool:
+        """Return whether it is known that the source cannot draft on this host."""
+        return source is not None and source in self.drafters and not self.drafters[source].is_able
 
     def _add(self, source: Source) -> None:
         assert source != REMOTE  # always there if a request may use it

@@ -366,7 +366,7 @@ class BatchSpeculator(Speculator):
         if before is None:
             return  # not begun yet
         source = self._sources.source(sequence)
-        if source is None and before.method is None:
+        if before.method is None and (source is None or self._sources.is_unable(source)):
             return
         if source == before.method and self._sources.keeps_its_worker(source, sequence):
             self._sources.limit(before, sequence)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
+from protocol.requests import DraftPlan
 from protocol.speculation import Method, RequestSpeculation, SpeculativeConfig
 from speculation.weightless import ngram, suffix
 from speculation.weightless.suffix import Corpus, SuffixDrafter
@@ -141,13 +142,27 @@ def test_requests_are_counted_that_draft_nothing_without_a_compiler(
     for module in (ngram, suffix):
         monkeypatch.setattr(module, "compiled", lambda: None)
     write_tiny_llama(tmp_path)
-    plain = [ask(name, [1, 2, 5, 1, 2], 8) for name in "ab"]
+    plain = [ask(name, [1, 2, 5, 1, 2], 8, ignore_eos=True) for name in "ab"]
     asked = [msgspec.structs.replace(each, speculation=RequestSpeculation(method=method)) for each in plain]
     engine = drafting(small_config(tmp_path), method=method if is_deployed else "lookahead")
     assert tokens(run(engine, asked)) == tokens(run(Engine(small_config(tmp_path)), plain))
     counters = engine._speculator.counters()
     assert counters[f'spec_decode_unavailable_total{{method="{method}"}}'] == 2
     assert not any("num_drafts_total" in name for name in counters)
+
+
+def test_a_request_that_cannot_draft_is_counted_once_whatever_its_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ngram, "compiled", lambda: None)
+    write_tiny_llama(tmp_path)
+    engine = drafting(small_config(tmp_path), method="ngram")
+    engine.add(ask("a", [1, 2, 5, 1, 2], 8, ignore_eos=True))
+    for most in (3, 4, 5):
+        engine.step()
+        engine.replan("a", DraftPlan(method="ngram", max_tokens=most))
+    run(engine)
+    assert engine._speculator.counters()['spec_decode_unavailable_total{method="ngram"}'] == 1
 
 
 # --- earlier outputs ---------------------------------------------------------------------------------
