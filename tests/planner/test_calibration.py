@@ -14,6 +14,7 @@ from planner.calibration import (
     decode_costs,
     drafts_of,
     measured_handoff_s,
+    paced,
     times_as_long,
     with_prompts,
 )
@@ -56,6 +57,20 @@ def test_the_slowdown_by_workers_of_the_same_host():
     assert times_as_long([0.2, 0.4], [0.1, 0.3]) == pytest.approx(1.5)
     assert times_as_long([0.1, 0.2], [0.1, 0.3]) == 1.0, "that is noise"
     assert times_as_long([0.1], [0.0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "found_s", "left"), [([1e-6, 2e-3, 9e-3], 2e-3, 1), ([1e-6, 0.0, 2e-6, 1e-6, 2e-3], 2e-6, 1)]
+)
+async def test_an_answer_that_came_all_at_once_is_measured_again(steps_s, found_s, left):
+    """A router that waited for a core has it ready as a whole."""
+    answers = [Pace(0.1, 0.1, step_s) for step_s in steps_s]
+
+    async def ask() -> Pace:
+        return answers.pop(0)
+
+    assert (await paced(ask, 1e-3)).step_s == found_s
+    assert len(answers) == left
 
 
 def test_hand_off_time_excludes_the_wire_and_the_step():
