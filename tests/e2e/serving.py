@@ -21,7 +21,7 @@ START_S = 120.0
 DEFAULTS = MappingProxyType({"max_num_seqs": 16, "worker_timeout": 15.0, "compile": "auto"})
 """The worker time-out is long enough for a busy machine. Tests of freezes set a shorter one."""
 PAIR: Mapping[str, str] = MappingProxyType({"prefill-0": "", "decode-0": ""})
-LOOKS = 4
+LOOKS = 7
 """Consecutive checks, 0.05 s apart: the last one follows a heartbeat that is newer than the first check."""
 
 
