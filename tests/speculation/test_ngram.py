@@ -53,6 +53,13 @@ def test_it_drafts_what_followed_before(text: list[int], want: list[int]) -> Non
     assert draft(text, 3) == want
 
 
+def test_distant_matches_are_found() -> None:
+    """The search skips blocks of 64 places. Random texts are seldom as long."""
+    for distance in (63, 64, 65, 127, 128, 129, 500):
+        text = [*range(1000, 1100), 1, 2, 3, *range(10, 10 + distance), 1, 2]
+        assert draft(text, 2) == [3, 10], distance
+
+
 def test_a_growing_request_is_followed() -> None:
     drafting, sequence = drafter(), decoding([1, 2, 3, 9, 1])
     assert chains(drafting.propose([sequence], [3])) == [[]]
