@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from protocol.handoff import Extent
 from protocol.ids import PeerAddress
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Abort, Redirect
+from protocol.speculation import SpeculativeConfig
 from protocol.worker_to_router import HandoverFailed
 from protocol.worker_to_worker import (
     ANY_LEASE,
@@ -246,6 +248,22 @@ class PrefillStages(RuleBasedStateMachine):
         unanswered = self.withdrawn | self.handed_over
         ends = sum(self.light.num_ends(name) for name in PROMPTS)
         assert ends == self.unknown + sum(each not in unanswered for each in self.seen)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "left"), [("carry", [False, False]), ("rebuild", [True, True]), ("auto", [False, True])]
+)
+def test_the_option_says_who_computes_a_prompts_draft_kv(
+    light: LightLoop, prefill: Any, left: list[bool]
+) -> None:
+    """Or the loop chooses: while a prompt waits here and none runs there, the decode worker."""
+    speculative = SpeculativeConfig(method="draft_model", model="a draft", prefill=prefill)
+    light.loop.config = replace(light.loop.config, speculative_config=speculative)
+    names = ["short", "other"]
+    for name in names:
+        light.generate(prompt_request(name), DECODES[0])
+    assert [light.engine.sequences[name].drafts_elsewhere for name in names] == left
+    light.hear(Abort(request_ids=names))
 
 
 def test_every_message_in_every_stage(engine: Engine) -> None:
