@@ -172,7 +172,9 @@ GEMMA4: dict[str, dict[str, Any]] = {
 """Models that the native decoder does not run: Gemma 4 with vectors of tokens for each layer and with layers
 that share KV, as E2B, and with values made of keys, as 31B and 12B.
 """
-MODELS = ATTENTION | RECURRENT | LATENT | GEMMA4
+NARROW = {"qwen2-narrow_heads": {"head_dim": 12}}
+"""A size of heads that is no power of two, so that lanes of GPU kernels have no value."""
+MODELS = ATTENTION | RECURRENT | LATENT | GEMMA4 | NARROW
 
 
 def write(name: str, folder: Path) -> None:

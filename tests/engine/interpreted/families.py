@@ -35,6 +35,7 @@ from tests.engine.reference import reference
 HIDDEN_LAYERS = 1, 2
 MODELS = [
     "llama-biases",
+    "qwen2-narrow_heads",
     "qwen2-window",
     "qwen3",
     "granite",
