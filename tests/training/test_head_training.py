@@ -280,6 +280,13 @@ def test_other_files_are_not_overwritten(folder: Path, tmp_path: Path) -> None:
     assert printed.exit_code == 2 and "README.md is a file" in " ".join(printed.output.split())
 
 
+def test_a_recording_in_the_output_is_no_other_file(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "heads" / "rec").mkdir(parents=True)
+    more = "--recording", str(tmp_path / "heads" / "rec")
+    printed = CliRunner().invoke(app, command(folder, tmp_path / "nowhere", tmp_path / "heads", *more))
+    assert printed.exit_code == 2 and "nowhere does not exist" in " ".join(printed.output.split())
+
+
 def test_a_prompt_alone_is_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one\n")
     given = ["--method", "medusa", "--model", str(folder), "--output", str(tmp_path / "heads")]

@@ -96,7 +96,7 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     The same command resumes an interrupted run from its checkpoint. Raises `ConfigError` that names the
     option.
     """
-    _check_output(options.output)
+    _check_output(options.output, _recording_folder(options))
     pieces, held_out = _pieces(options, load(AutoTokenizer, options.model))
     recording = _record(options, "training", pieces, console)
     answers = _record(options, "held-out", held_out, console)
@@ -148,13 +148,14 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     return rates
 
 
-def _check_output(folder: Path) -> None:
-    """Raise `ConfigError` if the folder holds anything other than an unfinished run."""
+def _check_output(folder: Path, recording: Path) -> None:
+    """Raise `ConfigError` if the folder holds anything other than an unfinished run and its recording."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--output: {folder} is a file")
     if (folder / "config.json").exists():
         raise ConfigError(f"--output: {folder} has finished heads already; choose another folder")
-    others = {path.name for path in folder.glob("*") if path.suffix != ".partial"} - _UNFINISHED
+    found = [path for path in folder.glob("*") if path.suffix != ".partial"]
+    others = {path.name for path in found if not recording.is_relative_to(path)} - _UNFINISHED
     if others:
         raise ConfigError(
             f"--output: {folder} has other files already ({min(others)}); choose another folder"
