@@ -1,6 +1,4 @@
-"""int8 codes of bfloat16 KV in host memory: packed and unpacked in one compiled pass over the values, four
-times as fast as by torch. For float32, torch is as fast.
-"""
+"""int8 codes of KV in host memory: packed and unpacked in one compiled pass over the values."""
 
 from __future__ import annotations
 
@@ -18,6 +16,8 @@ from native.build import load_library, optional
 
 logger = logging.getLogger("tandem.kvtransfer")
 
+_DTYPES = (torch.float32, torch.bfloat16)
+
 
 @optional(logger, "KV is converted to and from int8 by torch, which is slower")
 def _library() -> ctypes.CDLL:
@@ -26,7 +26,7 @@ def _library() -> ctypes.CDLL:
 
 def compiled(pool: SegmentLayout, wire: SegmentLayout, device: torch.device) -> bool:
     """Return whether these functions convert between such a pool and such a wire."""
-    known = pool.dtype == torch.bfloat16 and wire.quantized and wire.code_dtype == torch.int8
+    known = pool.dtype in _DTYPES and wire.quantized and wire.code_dtype == torch.int8
     return known and device.type == "cpu" and _library() is not None
 
 
@@ -49,6 +49,7 @@ def pack(
     block_size, heads, width = ours.tokens_shape
     blocks, num_tokens = np.ascontiguousarray(blocks), np.ascontiguousarray(num_tokens)
     bad = library.tandem_pack(
+        ours.dtype.itemsize,
         out.data_ptr() + wire.start,
         out.stride(0),
         wire.values_bytes,
@@ -83,6 +84,7 @@ def unpack(
     block_size, heads, width = wire.tokens_shape
     sources, targets = np.ascontiguousarray(sources), np.ascontiguousarray(targets)
     library.tandem_unpack(
+        ours.dtype.itemsize,
         pool.data_ptr() + ours.start,
         pool.stride(0),
         targets.ctypes.data,
