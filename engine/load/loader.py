@@ -48,6 +48,8 @@ from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
 from protocol.handoff import ROW_QUANTIZATIONS
 
+logger = logging.getLogger("tandem.engine")
+
 ModelIdentity: TypeAlias = tuple[object, ...]
 """A key that is equal for configurations that load and pack the same files in the same way on one host."""
 
@@ -81,8 +83,6 @@ def _identity(config: ServeConfig) -> ModelIdentity:
     alike = replace(config, worker_threads=None, worker_host=None, gpu_memory_utilization=1.0)
     return msgspec.msgpack.encode(alike), files
 
-
-logger = logging.getLogger("tandem.engine")
 
 DUMMY_SEED = 0
 """Seed of `--load-format dummy`, so that all workers make the same weights."""

@@ -1,4 +1,5 @@
-"""Adapters on a CUDA device: two launches add the part of each row's adapter to a product.
+"""Adapters on a CUDA device: two launches add the part of each row's adapter to a product. A row names its
+adapter by an address.
 
 A row's result has the same bits in every batch: inputs are summed in splits of one size, and rows of a tile
 with the same adapter are multiplied together, as in the tiles of `products`.

@@ -1,7 +1,8 @@
 """Attention of tiles of query rows (tokens of one sequence by heads of one KV head) to splits of their keys.
 
 The start of each split, and of each block of keys in it, depends on key places alone, and splits are joined
-one by one in order. So a row's sums depend neither on other rows of the batch nor on the tile's size.
+one by one in order. So a row's sums depend neither on other rows of the batch nor on the tile's size. A row
+sees the keys between two places and, in a tree, those whose bits are set.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The kernel that writes a step's keys and values to the pool, and zeros to padding rows' results; and coded
-rows (`engine.kv.row_codes`): plain bit arithmetic gives the same bytes on every device.
+rows (`engine.kv.row_codes`), a byte per value and a float32 scale: plain bit arithmetic gives the same bytes
+on every device, with or without FP8 units.
 """
 
 from __future__ import annotations
