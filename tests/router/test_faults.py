@@ -93,6 +93,20 @@ def test_death_of_the_only_worker_is_an_error_status(make_router, pool, how):
     assert known == (["silent"] if how == "silently" else [])
 
 
+def test_prefill_death_after_the_hand_off_is_harmless(make_router):
+    router = make_router()
+    prefill, decode = make_pair(router, step_s=0.01)
+
+    def die() -> None:
+        eventually(lambda: any(at.prefill is None for _, at in router.server.state.journal.assigned()))
+        lose(router, prefill)
+
+    events = events_of(router, on_first=die, max_tokens=60)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert not decode.aborted
+    assert post(router, max_tokens=3).status_code == 200, "the decode worker serves alone"
+
+
 @pytest.mark.parametrize("before", [0, 3], ids=["at first", "after a failover"])
 def test_tokens_that_overtake_earlier_ones_wait(make_router, pool, before):
     router = make_router()
