@@ -71,6 +71,8 @@ class Case:
     spread: float
     hole: float
     """The value of some logits."""
+    share: float
+    """The share of these: few, or so many that whole runs of tokens have no other."""
     seed: int
 
     def batch(self) -> tuple[Tensor, list[SamplingRow]]:
@@ -82,7 +84,7 @@ class Case:
             params = FILTERS[filters] | (EDITS[edits] if self.vocab_size > 5 else {})
             rows.append(make_row(str(number), *before, seed=rng.randint(-(2**63), 2**63 - 1), **params))
         logits = self.spread * torch.randn(len(rows), self.vocab_size, generator=generator)
-        holes = torch.rand(logits.shape, generator=generator) < 0.2
+        holes = torch.rand(logits.shape, generator=generator) < self.share
         holes[:, -1] = False
         return logits.masked_fill(holes, self.hole).to(self.dtype), rows
 
@@ -102,6 +104,7 @@ def cases(draw: st.DrawFn, vocab_sizes: Sequence[int] = (1, 6, 64, 65, 200, 333)
         draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         draw(st.sampled_from([0.0, 0.3, 4.0])),
         draw(st.sampled_from([-math.inf, 0.0, -0.0])),
+        draw(st.sampled_from([0.2, 0.99])),
         draw(st.integers(0, 99)),
     )
 

@@ -92,12 +92,12 @@ def test_batches(case: Case) -> None:
 def test_rows_of_all_filters_and_edits() -> None:
     names = list(EDITS)
     edits = tuple(names[number % len(names)] for number in range(len(FILTERS)))
-    choose(*Case(tuple(FILTERS), edits, 150, torch.bfloat16, 3.0, -math.inf, 1).batch())
+    choose(*Case(tuple(FILTERS), edits, 150, torch.bfloat16, 3.0, -math.inf, 0.2, 1).batch())
 
 
 def test_edits_of_winning_tokens() -> None:
     for seed in range(2):
-        choose(*Case(("greedy",) * len(EDITS), tuple(EDITS), 6, torch.float32, 1.0, 0.0, seed).batch())
+        choose(*Case(("greedy",) * len(EDITS), tuple(EDITS), 6, torch.float32, 1.0, 0.0, 0.2, seed).batch())
     logits = torch.zeros(1, 10)
     logits[0, 9], logits[0, 5] = 2.0, torch.tensor(2.0) / 1.3
     row = make_row("equal", output=(9,), temperature=0.0, repetition_penalty=1.3)
