@@ -90,6 +90,20 @@ def test_a_large_vocabulary_on_several_threads(threads_restored: None) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_values", [1, 2, 5])
+def test_equal_values(num_values: int, dtype: torch.dtype) -> None:
+    """Both zeros are equal, too. In random batches they are seldom the greatest values of a greedy row."""
+    torch.manual_seed(4)
+    rows = make_rows(4 * len(FILTERS), random.Random(4))
+    for vocab_size in (9, 300, 2000):
+        logits = torch.randint(num_values, (len(rows), vocab_size)).to(dtype) - (num_values - 1)
+        logits[torch.rand(logits.shape) < 0.5] *= -1 if num_values == 1 else 1
+        logits[(logits == 0) & (torch.rand(logits.shape) < 0.5)] = -0.0
+        choose_both_ways(logits, rows)
+
+
+@needs_compiler
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("one", "other"), [(3, 150), (150, 3)])
 def test_among_equal_scores_the_lowest_id_wins(one: int, other: int, temperature: float) -> None:
