@@ -38,6 +38,7 @@ _FLAGS = ["-std=c++17", "-O3", *_MATH, "-fno-strict-aliasing", "-fPIC", "-shared
 _NATIVE = ["-march=native"]
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT = 120.0  # seconds
+_LOCK_WAIT, _LOCK_POLL = 120.0, 0.05  # seconds
 _QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -146,14 +147,28 @@ def _library_name(source: Path, version: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Let one process compile while others wait. Without file locks each process compiles."""
+    """Let one process compile while others wait, for as long as a compiler may take: the one that has the
+    lock may be stopped. Without file locks each process compiles.
+    """
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+    deadline = time.monotonic() + _LOCK_WAIT
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while time.monotonic() < deadline and not _takes_lock(descriptor):
+            time.sleep(_LOCK_POLL)  # a wait without any CPU time would count as stuck
         yield
     finally:
         os.close(descriptor)
+
+
+def _takes_lock(descriptor: int) -> bool:
+    """Return whether nobody else has the lock, which is this process's now if there are file locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _compile_all(compiler: list[str], missing: Sequence[tuple[Path, Path]]) -> None:

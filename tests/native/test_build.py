@@ -1,0 +1,54 @@
+"""Builds of kernels beside processes that build, too."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from native import build
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(build, "cache_dir", lambda: tmp_path / "cache")
+    source = tmp_path / "one.cpp"
+    source.write_text('extern "C" int one() { return 1; }\n')
+    return source
+
+
+@contextmanager
+def locked_elsewhere() -> Iterator[None]:
+    build.own_folder(build.cache_dir())
+    lock = build.open_own(build.cache_dir() / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
+    os.close(lock)
+
+
+def test_a_stopped_process_that_has_the_lock_stops_no_build(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_LOCK_WAIT", 0.1)
+    with locked_elsewhere():
+        assert build.build(source).exists()
+
+
+def test_a_wait_for_another_build_uses_some_cpu(source: Path) -> None:
+    """A process without any CPU time for minutes would count as stuck."""
+    waiting = threading.Thread(target=build.build, args=[source])
+    with locked_elsewhere():
+        waiting.start()
+        clock = time.pthread_getcpuclockid(waiting.ident or 0)
+        before = time.clock_gettime(clock)
+        while time.clock_gettime(clock) < before + 0.001:
+            assert waiting.is_alive()
+            time.sleep(0.01)
+    waiting.join()
+    assert build.build(source).exists()
