@@ -68,7 +68,7 @@ def test_slow_clients_are_disconnected_and_others_served(make_router):
     ended: Callable[[str], float] = lambda reason: router.metric(  # noqa: E731
         "tandem_http_connections_ended_total", reason=reason
     )
-    eventually(lambda: ended("unread") == 2, LONGEST_S)
+    eventually(lambda: ended("unread") == 2, timeout_s=LONGEST_S)
     assert UNREAD_TIMEOUT_S - 1 < time.monotonic() - begun < LONGEST_S
     for name, client in (heads | bodies).items():
         client.join(LONGEST_S)

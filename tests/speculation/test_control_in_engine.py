@@ -273,7 +273,7 @@ def test_the_workers_state_has_the_controllers(target: Path) -> None:
     speculation = parts.state().speculation
     context.term()
     assert speculation is not None
-    (method,) = speculation.sources
+    (method,) = speculation.methods
     assert (method.num_requests, method.num_tokens) == (1, 2)
 
 

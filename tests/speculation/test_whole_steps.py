@@ -103,6 +103,7 @@ class Steps:
         max_num_seqs: int,
     ) -> None:
         self.gpu = gpu
+        self.num_asked = 0
         patch.setattr(cuda_attention, "triton_fault", lambda device: None)
         patch.setattr(cuda_runner, "graphs_for", lambda *_: CountedGraphs(gpu))
         patch.setattr(engine_module, "load_served", lambda *_, **__: loaded)
@@ -116,6 +117,7 @@ class Steps:
     ) -> Steps:
         """Add requests with one-letter names and prompts of this length."""
         params = SamplingParams(**{"max_tokens": 100, "ignore_eos": True} | sampling)
+        self.num_asked += len(names)
         for name in names:
             prompt = [1 + place % 3 for place in range(length)]
             self.engine.add(
@@ -124,7 +126,10 @@ class Steps:
         return self
 
     def steady(self) -> int:
-        """Return the tokens of a step after some others, which make what is made once."""
+        """Return the tokens of a step after some others of all requests, which make what is made once."""
+        begun: set[str] = set()
+        while len(begun) < self.num_asked:
+            begun |= {output.request_id for output in self.engine.step().outputs}
         for _ in range(6):
             self.engine.step()
         self.gpu.clear()

@@ -189,7 +189,7 @@ def test_a_hanging_collector_costs_only_spans(collector, traced, monkeypatch):
     traced.thread.join(3)
     assert not traced.thread.is_alive()
     collector.release.set()  # or its spans fail while another test looks for errors
-    eventually(lambda: not any(thread.name.startswith("Otel") for thread in threading.enumerate()), 10)
+    eventually(lambda: not any(thread.name.startswith("Otel") for thread in threading.enumerate()))
 
 
 def test_a_missing_package_names_the_extra(make_router, monkeypatch, collector):
