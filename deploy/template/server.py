@@ -8,6 +8,7 @@ allows it.)
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import errno
@@ -300,8 +301,9 @@ def _send(
     client: socket.socket, message: messages.Spawned | messages.SpawnFailed | messages.Ended, *fds: int
 ) -> None:
     """Send a message without waiting. It is dropped if it does not fit: the client reads nothing."""
+    passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
     with contextlib.suppress(OSError):  # if the client has ended, the next read shows it
-        socket.send_fds(client, [msgspec.msgpack.encode(message)], list(fds), socket.MSG_DONTWAIT)
+        client.sendmsg([msgspec.msgpack.encode(message)], passed, socket.MSG_DONTWAIT)  # `send_fds` waits
 
 
 def _set_name(name: str) -> None:
