@@ -1,4 +1,4 @@
-"""`tandem bench regret`: the first system's loss against the best other one, for each workload.
+"""`tandem bench regret`: the first system's loss against each other one, workload by workload.
 
 The systems run side by side and take turns at each workload, so that changes of the machine's speed affect
 all of them alike. A request is good if it meets its TTFT objective, a multiple of the time of a lone request,
