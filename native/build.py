@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
@@ -20,13 +19,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native.ownership import cache_dir, check_own, open_own, own_folder
+from native.ownership import cache_dir, check_own, locked, own_folder
 from native.structs import prototypes
 
 logger = logging.getLogger("tandem.native")
@@ -38,7 +37,6 @@ _FLAGS = ["-std=c++17", "-O3", *_MATH, "-fno-strict-aliasing", "-fPIC", "-shared
 _NATIVE = ["-march=native"]
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT = 120.0  # seconds
-_LOCK_WAIT, _LOCK_POLL = 120.0, 0.05  # seconds
 _QUOTED_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -129,7 +127,7 @@ def _build(sources: Sequence[Path]) -> list[Path]:
     try:
         own_folder(folder)
         if not all(library.exists() for library in libraries):
-            with _locked(folder / "lock"):
+            with locked(folder / "lock"):
                 pairs = zip(sources, libraries, strict=True)
                 _compile_all(compiler, [pair for pair in pairs if not pair[1].exists()])
         for library in libraries:
@@ -143,32 +141,6 @@ def _library_name(source: Path, version: str) -> str:
     contents = (file.read_text() for file in _with_headers(source))
     identity = "\0".join([version, *_FLAGS, *_NATIVE, _cpu(), *contents])
     return f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process compile while others wait, for as long as a compiler may take: the one that has the
-    lock may be stopped. Without file locks each process compiles.
-    """
-    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
-    deadline = time.monotonic() + _LOCK_WAIT
-    try:
-        while time.monotonic() < deadline and not _takes_lock(descriptor):
-            time.sleep(_LOCK_POLL)  # a wait without any CPU time would count as stuck
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _takes_lock(descriptor: int) -> bool:
-    """Return whether nobody else has the lock, which is this process's now if there are file locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _compile_all(compiler: list[str], missing: Sequence[tuple[Path, Path]]) -> None:

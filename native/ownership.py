@@ -10,13 +10,17 @@ file to write may not.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import grp
 import os
 import pwd
 import socket
 import stat
 import struct
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +28,7 @@ _WRITE_BY_GROUP, _WRITE_BY_ALL = 0o020, 0o002
 _OTHERS, _OTHERS_OF_ROOTS = 0o077, 0o037
 """Permission bits that a secret must not have. Root may let a group read its file, as for mounted secrets."""
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
+_LOCK_WAIT, _LOCK_POLL = 120.0, 0.05  # seconds
 
 
 class OwnershipError(PermissionError):
@@ -68,6 +73,32 @@ def open_own(path: str | Path, flags: int, mode: int = 0o600, *, private: bool =
         os.close(descriptor)
         raise
     return descriptor
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process make something while others wait, for two minutes at most: the one that has the lock
+    may be stopped. Without file locks each makes it, so what is made must take its place at once.
+    """
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+    deadline = time.monotonic() + _LOCK_WAIT
+    try:
+        while time.monotonic() < deadline and not _takes_lock(descriptor):
+            time.sleep(_LOCK_POLL)  # a wait without any CPU time would count as stuck
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _takes_lock(descriptor: int) -> bool:
+    """Return whether nobody else has the lock, which is this process's now if there are file locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _check_file(path: str | Path, status: os.stat_result, refused: int) -> None:

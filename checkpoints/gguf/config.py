@@ -6,11 +6,9 @@ Metadata names come from ggml's docs/gguf.md and from llama.cpp's `convert_hf_to
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from gguf import GGMLQuantizationType
 
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
 from checkpoints.gguf.tokenizer import build_tokenizer, tokenizer_settings
-from native.ownership import cache_dir, check_own, open_own, own_folder
+from native.ownership import cache_dir, check_own, locked, own_folder
 
 METHOD = "gguf"
 """The `quant_method` in the `quantization_config`."""
@@ -272,15 +270,23 @@ def gguf_folder(path: Path) -> Path:
 
 def _made_once(path: Path, cache: Path) -> Path:
     target = cache / _key(path)
-    with open(open_own(cache / f"{target.name}.lock", os.O_RDWR | os.O_CREAT), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the host wait here and find the folder made
+    with locked(cache / f"{target.name}.lock"):
         if not target.is_dir():
             file = read_gguf(path)
             with tempfile.TemporaryDirectory(dir=cache) as made:
                 _write(file, Path(made) / "folder")
-                (Path(made) / "folder").rename(target)
+                _put(Path(made) / "folder", target)
     check_own(target)
     return target
+
+
+def _put(made: Path, target: Path) -> None:
+    """Put a folder in its place, unless another process was faster."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
 
 
 def _key(path: Path) -> str:

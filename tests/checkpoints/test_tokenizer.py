@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from checkpoints.gguf import config
 from checkpoints.gguf.config import gguf_folder
-from checkpoints.gguf.reader import GgufError
+from checkpoints.gguf.reader import GgufError, GgufFile
+from native import ownership
 from tests.checkpoints.gguf_writer import ALPHABET, USER_DEFINED, byte_level, write_raw
 
 TEXTS = [
@@ -82,6 +84,25 @@ def check(path: Path) -> None:
         assert ours(text, add_special_tokens=False).input_ids == expected, text
         if not composes:
             assert ours.decode(expected) == text
+
+
+def test_a_stopped_process_that_makes_the_folder_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one makes it; if the first goes on, it keeps that folder."""
+    monkeypatch.setattr(config, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(ownership, "_LOCK_WAIT", 0.1)
+    path, write_files = write(tmp_path / "model.gguf", byte_level(280)), config._write
+    folders: list[Path] = []
+
+    def stopped(file: GgufFile, folder: Path) -> None:
+        monkeypatch.setattr(config, "_write", write_files)
+        folders.append(gguf_folder(path))
+        write_files(file, folder)
+
+    monkeypatch.setattr(config, "_write", stopped)
+    assert [gguf_folder(path)] == folders
+    assert [each.name for each in folders[0].glob("tokenizer.json")]
 
 
 def test_digits_are_split_into_single_tokens(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from native import build
+from native import build, ownership
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextmanager
-def locked_elsewhere() -> Iterator[None]:
-    build.own_folder(build.cache_dir())
-    lock = build.open_own(build.cache_dir() / "lock", os.O_RDWR | os.O_CREAT)
+def locked_elsewhere(path: Path) -> Iterator[None]:
+    ownership.own_folder(path.parent)
+    lock = ownership.open_own(path, os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     yield
     os.close(lock)
@@ -35,15 +35,15 @@ def locked_elsewhere() -> Iterator[None]:
 def test_a_stopped_process_that_has_the_lock_stops_no_build(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "_LOCK_WAIT", 0.1)
-    with locked_elsewhere():
+    monkeypatch.setattr(ownership, "_LOCK_WAIT", 0.1)
+    with locked_elsewhere(build.cache_dir() / "lock"):
         assert build.build(source).exists()
 
 
 def test_a_wait_for_another_build_uses_some_cpu(source: Path) -> None:
     """A process without any CPU time for minutes would count as stuck."""
     waiting = threading.Thread(target=build.build, args=[source])
-    with locked_elsewhere():
+    with locked_elsewhere(build.cache_dir() / "lock"):
         waiting.start()
         clock = time.pthread_getcpuclockid(waiting.ident or 0)
         before = time.clock_gettime(clock)
