@@ -28,7 +28,13 @@ def files(authority: Authority) -> TlsFiles:
     return authority.issue("worker")
 
 
-def flags(files: TlsFiles, **changes: Any) -> dict[str, Any]:
+FIELDS = ["kv_tls_cert", "kv_tls_key", "kv_tls_ca", "tls_cert", "tls_key"]
+
+
+def flags(files: TlsFiles, kind: str = "kv_tls", **changes: Any) -> dict[str, Any]:
+    """Return the flags of transfers' files, or of those for HTTPS."""
+    if kind == "tls":
+        return {"tls_cert": files.cert, "tls_key": files.key} | changes
     given = {"kv_tls_cert": files.cert, "kv_tls_key": files.key, "kv_tls_ca": files.ca}
     return TRANSPORTS | given | changes
 
@@ -39,59 +45,59 @@ def refusal(given: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+def refusal_of(files: TlsFiles, field: str, path: str | Path | None) -> str:
+    """Return why this path is refused, without the flag that the message begins with."""
+    said = refusal(flags(files, field.rpartition("_")[0], **{field: path and str(path)}))
+    flag, _, reason = said.partition(": ")
+    assert flag == f"--{field.replace('_', '-')}"
+    return reason
+
+
 def test_matching_files_are_accepted(files: TlsFiles) -> None:
     assert tls_files(load_config(flags(files), {})) == files
     assert tls_files(ServeConfig()) is None
 
 
-@pytest.mark.parametrize("missing", ["kv_tls_cert", "kv_tls_key", "kv_tls_ca"])
-def test_all_three_files_are_needed_together(files: TlsFiles, missing: str) -> None:
-    said = refusal(flags(files, **{missing: None}))
-    assert said.startswith(f"--{missing.replace('_', '-')}: must be given together with --kv-tls-")
+@pytest.mark.parametrize("field", FIELDS)
+def test_all_files_are_needed_together(files: TlsFiles, field: str) -> None:
+    flag = f"--{field.rpartition('_')[0].replace('_', '-')}-"
+    assert refusal_of(files, field, None).startswith(f"must be given together with {flag}")
 
 
-@pytest.mark.parametrize("field", ["kv_tls_cert", "kv_tls_key", "kv_tls_ca", "tls_cert", "tls_key"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_file_that_others_can_change_is_refused(files: TlsFiles, tmp_path: Path, field: str) -> None:
     """Whoever can change the authority, or both certificate and key, decides whom peers trust."""
     planted = tmp_path / "planted.pem"
     planted.write_bytes(Path(getattr(files, field.rpartition("_")[2])).read_bytes())
     planted.chmod(0o666)
-    given = flags(files) if field.startswith("kv") else {"tls_cert": files.cert, "tls_key": files.key}
-    said = refusal(given | {field: str(planted)})
-    assert said.startswith(f"--{field.replace('_', '-')}: ") and "(mode 666)" in said
+    assert "(mode 666)" in refusal_of(files, field, planted)
+    planted.chmod(0o644)
+    if field.endswith("_key"):
+        reason = f"others can read or change {planted} (mode 644): chmod 600 {planted}"
+        assert refusal_of(files, field, planted) == reason
 
 
-@pytest.mark.parametrize("field", ["kv_tls_cert", "kv_tls_key", "kv_tls_ca"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_file_that_cannot_be_read_is_named(files: TlsFiles, tmp_path: Path, field: str) -> None:
-    flag = "--" + field.replace("_", "-")
     for path, why in ((tmp_path / "nothing.pem", "No such file"), (tmp_path, "directory")):
-        said = refusal(flags(files, **{field: str(path)}))
-        assert said.startswith(f"{flag}: cannot read {path}: ") and why in said
+        said = refusal_of(files, field, path)
+        assert said.startswith(f"cannot read {path}: ") and why in said
 
 
-@pytest.mark.parametrize(
-    ("field", "said"),
-    [
-        ("kv_tls_cert", "holds no certificate"),
-        ("kv_tls_key", "holds no unencrypted private key"),
-        ("kv_tls_ca", "holds no certificate"),
-    ],
-)
+@pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("content", [b"", b"not a PEM file\n", os.urandom(300)])
-def test_a_file_of_another_kind_is_named(
-    files: TlsFiles, tmp_path: Path, field: str, said: str, content: bytes
-) -> None:
+def test_a_file_of_another_kind_is_named(files: TlsFiles, tmp_path: Path, field: str, content: bytes) -> None:
     path = tmp_path / "file.pem"
     path.write_bytes(content)
     path.chmod(0o600)
-    flag = "--" + field.replace("_", "-")
-    assert refusal(flags(files, **{field: str(path)})).startswith(f"{flag}: {path} {said}")
+    kind = "unencrypted private key" if field.endswith("_key") else "certificate"
+    assert refusal_of(files, field, path).startswith(f"{path} holds no {kind} (PEM)")
 
 
-def test_a_key_of_another_certificate_is_refused(authority: Authority, files: TlsFiles) -> None:
+@pytest.mark.parametrize("field", ["kv_tls_key", "tls_key"])
+def test_a_key_of_another_certificate_is_refused(authority: Authority, files: TlsFiles, field: str) -> None:
     other = authority.issue("other")
-    said = refusal(flags(files, kv_tls_key=other.key))
-    assert said == f"--kv-tls-key: {other.key} is not the key of {files.cert}"
+    assert refusal_of(files, field, other.key) == f"{other.key} is not the key of {files.cert}"
 
 
 def test_a_key_with_a_password_is_refused_without_a_prompt(files: TlsFiles, tmp_path: Path) -> None:
@@ -116,9 +122,12 @@ def test_a_certificate_for_servers_alone_is_refused(authority: Authority, tmp_pa
     assert "does not pass" in refusal(flags(files))
 
 
-def test_an_expired_certificate_is_refused(authority: Authority) -> None:
+@pytest.mark.parametrize("kind", ["kv_tls", "tls"])
+def test_an_expired_certificate_is_refused(authority: Authority, kind: str) -> None:
     files = authority.issue("expired", "-days", "-1")
-    assert "certificate has expired" in refusal(flags(files))
+    said = refusal(flags(files, kind))
+    assert said.startswith(f"--{kind.replace('_', '-')}-cert: {files.cert} ")
+    assert said.partition("certificate has expired")[2] == (": renew it" if kind == "tls" else "")
 
 
 def test_transports_that_do_not_encrypt_are_refused_with_it(files: TlsFiles) -> None:

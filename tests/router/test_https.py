@@ -1,4 +1,4 @@
-"""HTTPS: the same limits and streams as HTTP; wrong certificates are refused at the start."""
+"""HTTPS has the same limits and streams as HTTP."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import socket
 import ssl
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import pytest
 
 from bench.transfer.certificates import Authority
-from deploy.config import load_config
 from messaging.files import TlsFiles
-from protocol.errors import ConfigError
 from router import server as router_server
 
 NAMES = ("-days", "2", "-extfile")
@@ -97,44 +94,3 @@ def test_commands_use_https(https, files):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "SSL_CERT_FILE" in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-def refusal(**given: str | None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(given, {})
-    return str(caught.value)
-
-
-def test_unusable_files_are_named(files, authority, tmp_path):
-    cert, key = files.cert, files.key
-    assert refusal(tls_cert=cert) == "--tls-key: must be given together with --tls-cert"
-    assert refusal(tls_key=key) == "--tls-cert: must be given together with --tls-key"
-    none = str(tmp_path / "none.pem")
-    for field, flag in (("tls_cert", "--tls-cert"), ("tls_key", "--tls-key")):
-        given = {"tls_cert": cert, "tls_key": key} | {field: none}
-        assert refusal(**given) == f"{flag}: cannot read {none}: No such file or directory"
-    text = tmp_path / "text.pem"
-    text.write_text("no certificate")
-    text.chmod(0o600)
-    assert refusal(tls_cert=str(text), tls_key=key) == f"--tls-cert: {text} holds no certificate (PEM)"
-    assert "holds no unencrypted private key (PEM)" in refusal(tls_cert=cert, tls_key=str(text))
-    other = authority.issue("other")
-    assert refusal(tls_cert=cert, tls_key=other.key) == f"--tls-key: {other.key} is not the key of {cert}"
-
-
-def test_an_expired_or_future_certificate_is_refused(authority):
-    old = authority.issue("old", "-days", "-1")
-    said = refusal(tls_cert=old.cert, tls_key=old.key)
-    assert said == f"--tls-cert: {old.cert} is of no use: certificate has expired: renew it"
-
-
-@pytest.mark.parametrize("flags", ["tls", "kv_tls"])
-def test_a_key_that_others_can_read_is_refused(authority, flags):
-    loose = authority.issue(f"loose-{flags}")
-    Path(loose.key).chmod(0o644)
-    given = {f"{flags}_cert": loose.cert, f"{flags}_key": loose.key}
-    if flags == "kv_tls":
-        given |= {"kv_tls_ca": loose.ca, "kv_transports": "tcp"}
-    said = refusal(**given)
-    flag = f"--{flags.replace('_', '-')}-key"
-    assert said == f"{flag}: others can read or change {loose.key} (mode 644): chmod 600 {loose.key}"
