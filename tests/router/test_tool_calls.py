@@ -39,8 +39,10 @@ def functions(message: dict) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls(hermes, stream):
-    message, finish_reason = hermes.message(f"I look.\n{WEATHER}\n{NOW}", stream, tools=TOOLS)
+    says = f"<think>\nHm.\n</think>\n\nI look.\n{WEATHER}\n{NOW}"
+    message, finish_reason = hermes.message(says, stream, tools=TOOLS)
     assert (message["role"], message["content"], finish_reason) == ("assistant", "I look.", "tool_calls")
+    assert message["reasoning_content"] == "Hm."
     assert functions(message) == [("get_weather", PARIS), ("now", "{}")]
     ids = [call["id"] for call in message["tool_calls"]]
     assert len(set(ids)) == 2 and all(each.startswith("call_") for each in ids)
@@ -78,15 +80,6 @@ def test_without_tools_calls_are_content(hermes, options):
     message, finish_reason = hermes.message(WEATHER, False, **options)
     assert (message["content"], finish_reason) == (WEATHER, "stop")
     assert hermes.prompt.startswith("<user>")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_reasoning(hermes, stream):
-    message, finish_reason = hermes.message(f"<think>\nHm.\n</think>\n\n{NOW}", stream, tools=TOOLS)
-    assert (message["reasoning_content"], finish_reason) == ("Hm.", "tool_calls")
-    message, finish_reason = hermes.message("<think>\nHm.\n</think>\n\nYes.", stream)
-    assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
-    assert finish_reason == "stop"
 
 
 def test_without_thinking(hermes):
@@ -245,26 +238,15 @@ def test_a_structured_answer_has_no_calls(hermes, stream):
     assert (message["content"], finish_reason) == (NOW, "stop") and "tool_calls" not in message
 
 
+UNSUPPORTED = {"name": "f", "strict": True, "parameters": {"unevaluatedProperties": False}}
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"tools": STRICT, "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": STRICT, "tool_choice": "required", "extra_body": {"min_tokens": 2}}, "min_tokens"),
-        (
-            {
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {
-                            "name": "f",
-                            "strict": True,
-                            "parameters": {"type": "object", "unevaluatedProperties": False},
-                        },
-                    }
-                ]
-            },
-            "tools",
-        ),
+        ({"tools": [{"type": "function", "function": UNSUPPORTED}]}, "tools"),
     ],
     ids=["two grammars", "a least length", "an unsupported keyword"],
 )
@@ -341,6 +323,12 @@ def test_calls_of_an_unknown_form_are_refused_unless_a_grammar_writes_them(make_
         other.ask("x", tools=TOOLS)
     message, _ = other.message(NOW, False, tools=TOOLS, tool_choice="required")
     assert functions(message) == [("now", "{}")]
+
+
+def test_mistrals_calls_have_short_ids(make_scripted):
+    mistral = make_scripted("mistral", PLAIN, tool_call_parser="mistral")
+    message, _ = mistral.message("[TOOL_CALLS]now{}", False, tools=TOOLS)
+    assert functions(message) == [("now", "{}")] and len(message["tool_calls"][0]["id"]) == 9
 
 
 def test_a_server_without_tools_refuses_them(make_scripted):

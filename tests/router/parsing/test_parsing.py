@@ -30,7 +30,7 @@ SCHEMAS = {
     },
 }
 KNOWN = {name: parameters_of(schema) for name, schema in SCHEMAS.items()}
-PARIS = '{"city": "Paris \\"ô\\" {[", "days": [1, {"a": null}]}'
+PARIS = '{"city": "Paris {[ \\"ô\\"", "days": [1, {"a": null}]}'
 ADD = '{"a": 1, "b": -1e+30}'
 CALLS = [("get_weather", PARIS), ("add", ADD)]
 
@@ -152,7 +152,6 @@ def written(form: formats.CallForm) -> tuple[str, str, list[tuple[str, str]]]:
 V31, KIMI = json_formats.DEEPSEEK_V31, json_formats.KIMI_K2
 PYTHONIC = in_form(formats.PYTHONIC, *CALLS)
 HERMES = "I look.\n" + "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in both())
-HARMONY_CALL = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + PARIS
 TEXTS = {
     **{key: (name, *written(form)) for key, (name, form) in FORMS.items()},
     "llama with its tag": ("llama3_json", "I look.<|python_tag|>" + ";".join(both()), "I look.", CALLS),
@@ -397,15 +396,6 @@ def test_a_frame_around_the_answer_is_left_out():
         assert parsed(of("hunyuan_a13b", "hunyuan_a13b"), pieces) == expected
         assert parsed(of(None, "hunyuan_a13b"), ["<answer>\nYes.\n</answer>"]) == ("", "Yes.", [])
     assert parsed(of(None, "qwen3"), ["<answer>"]) == ("", "<answer>", [])
-
-
-def test_reasoning_of_harmony():
-    text = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{HARMONY_CALL}<|call|>"
-    assert parsed(of("openai"), list(text)) == ("Hm.", "", CALLS[:1])
-    text = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
-    )
-    assert parsed(of(None, "openai_gptoss"), list(text)) == ("Hm.", "Yes.", [])
 
 
 def test_without_reasoning_all_is_content():

@@ -64,7 +64,7 @@ def test_power_of_two_takes_the_less_loaded_of_two():
     names = [placed("power_of_two", workers, turn=turn).workers["decode"] for turn in range(400)]
     shares = [names.count(f"d{index}") / 400 for index in range(4)]
     # The least loaded worker is in three of the six pairs, and the most loaded wins none.
-    assert shares == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0], abs=0.08)
+    assert shares == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0], abs=0.08) and shares[3] == 0
 
 
 def test_cache_aware_prefers_the_cache_unless_it_is_overloaded_or_small():
