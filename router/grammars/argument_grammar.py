@@ -169,6 +169,7 @@ class _Rules:
         if most is not None and (most < least or most == 0):
             return '"[]"' if least == 0 else self._unsatisfiable(path)
         rest = f"({self._comma} {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        rest = "" if most == 1 else rest
         items = f"{item} {rest}" if least else f"({item} {rest})?"
         return self._rule(f'"[" {items} "]"')
 

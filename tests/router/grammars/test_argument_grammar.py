@@ -51,6 +51,7 @@ KINDS = {
 CONSTANTS = ["x y", 'q"', 3, None, True, [1, "z"], {"k": "v"}]
 TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}
 LIMITS = {"a": {"type": "string", "minLength": 2, "maxLength": 3}, "b": {"type": "integer", "minimum": 5}}
+LIMITS |= {"c": {"type": ["integer", "null"], "maximum": 5}}
 SCHEMAS: dict[str, tuple[dict[str, Any] | None, list[Any], list[Any]]] = {
     "none": (None, [{}], [{"a": 1}]),
     "all kinds": (
@@ -74,14 +75,14 @@ SCHEMAS: dict[str, tuple[dict[str, Any] | None, list[Any], list[Any]]] = {
         [{"a": "x"}, {"a": 4}, {"a": False}, {"a": [1]}, {"c": "d"}],
     ),
     "lists": (
-        closed(a=TEXTS, b={"items": {"enum": [1]}}),
-        [{"a": ["x"]}, {"a": ["x", "y"]}, {"b": []}, {"b": [1, 1, 1]}],
-        [{"a": []}, {"a": ["x", "y", "z"]}, {"a": [1]}, {"b": [2]}],
+        closed(a=TEXTS, b={"items": {"enum": [1]}}, c={"items": {}, "maxItems": 1}),
+        [{"a": ["x"]}, {"a": ["x", "y"]}, {"b": []}, {"b": [1, 1, 1]}, {"c": [1]}],
+        [{"a": []}, {"a": ["x", "y", "z"]}, {"a": [1]}, {"b": [2]}, {"c": [1, 2]}],
     ),
     "lengths and bounds": (
         closed(**LIMITS),
-        [{"a": "é🙂"}, {"a": "abc", "b": 5}],
-        [{"a": "a"}, {"a": "abcd"}, {"b": 4}],
+        [{"a": "é🙂"}, {"a": "abc", "b": 5}, {"c": 5}, {"c": None}],
+        [{"a": "a"}, {"a": "abcd"}, {"b": 4}, {"c": 6}],
     ),
     "references": (
         {**closed(t={"$ref": "#/$defs/T"}), "$defs": {"T": TREE}},
