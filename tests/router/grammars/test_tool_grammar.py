@@ -114,7 +114,7 @@ def thoughts(kind: str) -> str:
 def test_demanded_calls(model, kind, form):
     marks = HARMONY if kind == "openai" else THINK
     grammar = tool_grammar(form, OFFERS, model.spelling, demanded=True, several=True, marks=marks)
-    for text in calls(form):
+    for text in [*calls(form), block(form, ("any", '{"a": "b", "c": "d"}'))]:
         assert model.takes(grammar, text)
         assert model.takes(grammar, thoughts(kind) + text)
     for text in [*bad(form), "", "hello", thoughts(kind), "hello " + calls(form)[0]]:
@@ -328,16 +328,6 @@ def test_an_argument_that_refers_to_itself_is_named(model, strict):
         tool_grammar(QWEN3, offers, model.spelling, demanded=True, several=True)
 
 
-def test_an_answer_after_thoughts(model):
-    schema = LLMatcher.grammar_from_json_schema({"type": "integer"})
-    grammar = after_thinking(schema, model.spelling, THINK, is_open=False)
-    assert model.takes(grammar, "12") and model.takes(grammar, "<think>is it 3?</think>\n\n12")
-    assert not model.takes(grammar, "<think>12") and not model.takes(grammar, "is it 3?</think>12")
-    grammar = after_thinking(schema, model.spelling, GRANITE, is_open=True)
-    assert model.takes(grammar, "is it 3? Here's my response: 12")
-    assert not model.takes(grammar, "12")
-
-
 NOTATIONS = {
     "choice": {"choice": ["yes", "no"]},
     "Lark": {"grammar": 'start: "yes" | "no"'},
@@ -355,13 +345,17 @@ NOTATIONS = {
 def test_any_notation_after_thoughts(model, marks, wanted):
     """Only the gap after the thoughts separates them from the answer."""
     says = {"json": '"yes"', "structural_tag": "see <f>1</f>"}.get(*wanted, "yes")
-    grammar = after_thinking(grammar_of({"structured_outputs": wanted}).text, model.spelling, marks, False)
+    plain = grammar_of({"structured_outputs": wanted}).text
+    grammar = after_thinking(plain, model.spelling, marks, is_open=False)
     thought = f"{marks.open[0]}Hm.{marks.close[0]}"
     whole = [marks.lead + says, thought + marks.gap + marks.lead + says]
     assert all(model.takes(grammar, text) for text in whole)
     assert "structural_tag" in wanted or not any(
         model.takes(grammar, text.replace(says, space + says)) for text in whole for space in SPACES
     )
+    grammar = after_thinking(plain, model.spelling, marks, is_open=True)
+    rest = whole[1].removeprefix(marks.open[0])
+    assert model.takes(grammar, rest) and not model.takes(grammar, says)
 
 
 def test_tags_of_tokens_beside_tags_of_texts():
