@@ -36,10 +36,6 @@ def test_kills_from_outside_cost_no_pause() -> None:
     assert life.slot.failures == 0
 
 
-def test_one_failure_costs_no_pause() -> None:
-    assert Life().die(vanished=False, after_s=10.0) == 0.0
-
-
 def test_repeated_failures_cost_growing_pauses() -> None:
     life = Life()
     pauses = [life.die(vanished=False, after_s=10.0) for _ in range(10)]

@@ -269,11 +269,13 @@ def test_a_requests_bad_field_is_named_with_its_limit(fields: dict, field: str, 
     assert request_refusal(fields) == (f"speculative.{field}", message)
 
 
-@pytest.mark.parametrize("deployed", [None, SpeculativeConfig(method="ngram")])
+@pytest.mark.parametrize(
+    "deployed", [None, SpeculativeConfig(method="ngram"), SpeculativeConfig(method="medusa", model="m")]
+)
 def test_a_method_without_its_weights_is_refused_by_name(deployed: SpeculativeConfig | None) -> None:
     with pytest.raises(InvalidRequestError, match="'eagle' needs weights that this server has not loaded"):
         check_request_speculation(RequestSpeculation(method="eagle"), deployed)
-    for method in WEIGHTLESS:
+    for method in (*WEIGHTLESS, deployed.method if deployed else "ngram"):
         check_request_speculation(RequestSpeculation(method=method), deployed)
     check_request_speculation(RequestSpeculation(method="eagle", enabled=False), deployed)
     check_request_speculation(None, deployed)
@@ -292,13 +294,6 @@ def test_drafts_without_a_method_are_refused(fields: dict) -> None:
     check_request_speculation(asked, SpeculativeConfig(method="ngram"))
     for harmless in ({}, {"enabled": False}, {"num_speculative_tokens": 0}, {"place": "none"}):
         check_request_speculation(parse_request_speculation(harmless), None)
-
-
-def test_the_deployments_own_method_may_be_named() -> None:
-    deployed = SpeculativeConfig(method="medusa", model="m")
-    check_request_speculation(RequestSpeculation(method="medusa"), deployed)
-    with pytest.raises(InvalidRequestError, match="'eagle' needs weights"):
-        check_request_speculation(RequestSpeculation(method="eagle"), deployed)
 
 
 METHOD = MethodState(

@@ -195,23 +195,18 @@ def test_drafts_stop_under_load_and_return(make, pool):
 
 
 @pytest.mark.parametrize("where", ["none", "local", "remote"])
-def test_the_operator_can_fix_the_place(make, where):
-    router, decode = make(draft_placement=where)
+@pytest.mark.parametrize("who", ["operator", "client"])
+def test_the_place_can_be_fixed(make, who, where):
+    """The client's wish goes first."""
+    other = "local" if where == "none" else "none"
+    router, decode = make(draft_placement=where if who == "operator" else other)
     add_drafter(router)
-    post(router, max_tokens=2)
-    plan = decode.generated[0].draft_plan
+    wish = {"place": where} if who == "client" else {}
+    for more in ({}, {"num_speculative_tokens": 2}):
+        post(router, max_tokens=2, speculative=wish | more)
+    plan, of_two = (request.draft_plan for request in decode.generated)
     assert (plan.method is None, plan.at is not None) == (where == "none", where == "remote")
-    post(router, max_tokens=2, speculative={"num_speculative_tokens": 2})
-    assert decode.generated[1].draft_plan.max_tokens == 2, "the client's wish goes first"
-
-
-@pytest.mark.parametrize("where", ["none", "local", "remote"])
-def test_a_client_can_fix_the_place(make, where):
-    router, decode = make(draft_placement="local" if where == "none" else "none")
-    add_drafter(router)
-    post(router, max_tokens=2, speculative={"place": where})
-    plan = decode.generated[0].draft_plan
-    assert (plan.method is None, plan.at is not None) == (where == "none", where == "remote")
+    assert of_two.max_tokens == 2 or (who, where) == ("client", "none")
 
 
 def test_observed_gains_correct_predictions(make_router, pool):

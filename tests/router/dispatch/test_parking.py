@@ -26,6 +26,20 @@ def router(make_router):
 
 
 @pytest.fixture
+def without_workers(make_router):
+    """Make a router that expects two workers, of which none is there."""
+
+    def make(**options):
+        router = make_router(**options)
+        router.server.expect({"decode-0": "decode", "decode-1": "decode"})
+        lose(router, router.add_worker("decode-0"))
+        eventually(lambda: router.http.get("/ready").status_code == 503)
+        return router
+
+    return make
+
+
+@pytest.fixture
 def expected(undisturbed):
     return undisturbed(**FIELDS)
 
@@ -85,11 +99,8 @@ def test_a_worker_that_cannot_decode_does_not_make_the_server_ready(make_router)
     assert (shown.status_code, shown.json()["reason"]) == (503, "no worker is ready")
 
 
-def test_the_deadline_holds_for_parked_requests(make_router, pool):
-    router = make_router(request_timeout=0.6)
-    router.server.expect({"decode-0": "decode"})
-    lose(router, router.add_worker("decode-0"))
-    eventually(lambda: router.http.get("/ready").status_code == 503)
+def test_the_deadline_holds_for_parked_requests(without_workers):
+    router = without_workers(request_timeout=0.6)
     asked = time.monotonic()
     assert post(router, max_tokens=3).status_code == 504
     assert 0.5 < time.monotonic() - asked < 20
@@ -126,9 +137,8 @@ def test_parked_requests_fail_when_the_launcher_gives_up(router, pool):
     assert (parked(router), len(router.server.state.journal)) == (0, 0)
 
 
-def test_a_parked_requests_client_may_leave(router):
-    lose(router, router.add_worker("decode-0"))
-    eventually(lambda: router.http.get("/ready").status_code == 503)
+def test_a_parked_requests_client_may_leave(without_workers):
+    router = without_workers()
     ask_and_leave(router, lambda: parked(router) == 1, max_tokens=3)
     eventually(lambda: parked(router) == 0 and not len(router.server.state.journal))
 
@@ -147,12 +157,9 @@ def test_a_silent_worker_that_answers_again_gets_parked_requests(make_router, po
     assert answer(future.result(20)) == expected
 
 
-def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool):
+def test_the_first_worker_to_come_back_does_not_get_everything(without_workers, pool):
     """Requests beyond its batch wait for the other workers while any are expected."""
-    router = make_router(max_num_seqs=2)
-    router.server.expect({"decode-0": "decode", "decode-1": "decode"})
-    lose(router, router.add_worker("decode-0"))
-    eventually(lambda: router.http.get("/ready").status_code == 503)
+    router = without_workers(max_num_seqs=2)
     futures = [pool.submit(post, router, max_tokens=3) for _ in range(6)]
     eventually(lambda: parked(router) == 6)
     first = router.add_worker("decode-0", step_s=0.3)
@@ -165,12 +172,10 @@ def test_the_first_worker_to_come_back_does_not_get_everything(make_router, pool
     assert (len(first.generated), len(second.generated)) == (3, 3)
 
 
-def test_parked_requests_keep_their_order(make_router, pool):
-    router = make_router(max_num_seqs=1)
-    router.server.expect({"decode-0": "decode", "decode-1": "decode"})
-    lose(router, router.add_worker("decode-0"))
-    eventually(lambda: router.http.get("/ready").status_code == 503)
-    futures = []
+def test_parked_requests_keep_their_order(without_workers, pool, monkeypatch):
+    """Free room at the only worker is used at once: the next periodic sweep is not awaited."""
+    monkeypatch.setattr("router.state.SWEEP_INTERVAL_S", 60.0)
+    router, futures = without_workers(max_num_seqs=1), []
     for count in (1, 2, 3, 4):
         futures.append(pool.submit(post, router, max_tokens=count))
         eventually(lambda count=count: parked(router) == count)
@@ -180,28 +185,9 @@ def test_parked_requests_keep_their_order(make_router, pool):
 
 
 def test_a_disconnected_worker_is_expected_back_before_the_launcher_says_so(router, pool):
-    worker = router.add_worker("decode-0")
-    router.kill(worker)
-
-    def is_unreachable() -> bool:
-        return not router.server.state.registry.live()
-
-    futures = [pool.submit(post, router, max_tokens=3)]
-    eventually(is_unreachable)
-    eventually(lambda: parked(router) == 1)
+    router.kill(router.add_worker("decode-0"))
+    future = pool.submit(post, router, max_tokens=3)
+    eventually(lambda: not router.server.state.registry.live() and parked(router) == 1)
     again = router.add_worker("decode-0")
-    assert futures[0].result(20).status_code == 200
+    assert future.result(20).status_code == 200
     assert len(again.generated) == 1
-
-
-def test_free_room_at_the_only_worker_is_used_at_once(make_router, pool, monkeypatch):
-    """Other workers are expected, and the next periodic sweep is not awaited."""
-    monkeypatch.setattr("router.state.SWEEP_INTERVAL_S", 60.0)
-    router = make_router(max_num_seqs=1)
-    router.server.expect({"decode-0": "decode", "decode-1": "decode"})
-    lose(router, router.add_worker("decode-0"))
-    eventually(lambda: router.http.get("/ready").status_code == 503)
-    futures = [pool.submit(post, router, max_tokens=2) for _ in range(5)]
-    eventually(lambda: parked(router) == 5)
-    router.add_worker("decode-0")
-    assert [future.result(20).status_code for future in futures] == [200] * 5
