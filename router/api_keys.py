@@ -306,9 +306,22 @@ def add_key(path: str, **fields: str | int | bool | None) -> str:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if any(other.name == entry.name for other in read_key_file(path)):
             raise ConfigError(f"{FLAG}: {path} has a key named {entry.name} already: remove its line first")
-        size = os.fstat(descriptor).st_size
-        begun = bool(size) and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * begun + msgspec.json.encode(entry) + b"\n")
+        _append_line(descriptor, msgspec.json.encode(entry) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{FLAG}: cannot write {path}: {error.strerror}") from error
     finally:
         os.close(descriptor)
     return key
+
+
+def _append_line(descriptor: int, line: bytes) -> None:
+    """Append a whole line, or leave the file as it was. Raises OSError."""
+    size = os.fstat(descriptor).st_size
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        line = b"\n" + line
+    try:
+        while line:
+            line = line[os.write(descriptor, line) :]
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise

@@ -19,6 +19,7 @@ from deploy.preflight import check_start
 from protocol.config import ServeConfig, field_docs, flag_name
 from router.api_keys import hash_of, read_key_file
 from tests.deploy.server_process import ROOT, tandem_command
+from tests.full_disk import REASON, full_disk
 
 
 def invoke(*arguments: str, **environment: str) -> Result:
@@ -157,6 +158,17 @@ def test_a_key_is_added_and_shown_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
+def test_a_full_disk_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    assert invoke("key", "add", "alice", "--api-key-file", str(path)).exit_code == 0
+    before = path.read_bytes()
+    with full_disk(len(before) + 20):
+        done = invoke("key", "add", "bob", "--api-key-file", str(path))
+    said = f"tandem: --api-key-file: cannot write {path}: {REASON}\n"
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", said)
+    assert path.read_bytes() == before
+
+
     [
         ({}, ""),
         ({"host": "::1"}, ""),
