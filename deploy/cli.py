@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.commands import Commands, clients, offline
+from deploy.commands import Command, Commands, clients, offline
 from deploy.commands.serve import ConfigCommand, keys, profile, serve
 
 app = typer.Typer(
@@ -55,16 +55,16 @@ for operate in (
     clients.restart,
     clients.scale,
     clients.doctor,
+    clients.complete,
+    clients.batch,
 ):
-    app.command()(operate)
-app.command()(clients.complete)
-app.command()(clients.batch)
+    app.command(cls=Command)(operate)
 app.command(
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(offline.bench)
 app.command(cls=ConfigCommand, no_args_is_help=False)(profile)
-app.command()(offline.plan)
-app.command()(offline.quantize)
+for offline_command in (offline.plan, offline.quantize):
+    app.command(cls=Command)(offline_command)
 app.command()(version)
 app.add_typer(keys, name="key")
 app.add_typer(offline.speculate, name="speculate")

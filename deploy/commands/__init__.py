@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, cast
 from urllib.parse import urlsplit
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from protocol.errors import ConfigError, TandemError
 
@@ -58,6 +59,17 @@ class Commands(TyperGroup):
         except OSError as error:
             where = f"{error.filename}: " if error.filename is not None else ""
             raise fail(f"{where}{error.strerror or error}") from error
+
+
+class Command(TyperCommand):
+    """A command that refuses `nan` and `inf` as numbers, which a lower limit alone lets pass."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for option in self.params:
+            value = ctx.params.get(option.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{option.opts[0]}: must be a finite number, got {value}")
+        return super().invoke(ctx)
 
 
 def _one_line(error: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from checkpoints.source import is_gguf
-from deploy.commands import fail
+from deploy.commands import Command, fail
 from deploy.preflight import check_source
 from models.bundled import bundled_path
 from protocol.errors import ConfigError
@@ -51,6 +51,8 @@ def plan(
     run(parse(options), Console())
 
 
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of every random choice.")]
+
 speculate = typer.Typer(help="Drafts for a model of your own.", no_args_is_help=True)
 
 
@@ -65,7 +67,7 @@ def _found(model: str) -> str:
     return source
 
 
-@speculate.command("train")
+@speculate.command("train", cls=Command)
 def speculate_train(
     method: Annotated[Literal["eagle3", "mtp", "medusa"], typer.Option(help="Kind of heads to train.")],
     model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
@@ -99,7 +101,7 @@ def speculate_train(
     ] = None,
     length: Annotated[int, typer.Option(min=32, help="Tokens in a window.")] = 512,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Seed = 0,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
     recording: Annotated[
         Path | None,
@@ -123,7 +125,7 @@ def speculate_train(
     train(TrainOptions(head=head, **options), Console())
 
 
-@speculate.command("choose-layers")
+@speculate.command("choose-layers", cls=Command)
 def speculate_choose_layers(
     model: Annotated[str, typer.Option(help="Local folder or hub id of the model to serve.")],
     data: Annotated[
@@ -179,7 +181,7 @@ def quantize(
     sequence_length: Annotated[
         int | None, typer.Option(min=32, help="Tokens in a window. Default: 512.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the choice of windows.")] = 0,
+    seed: Seed = 0,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
 ) -> None:
     """Quantize a model's linear layers, block by block, and measure it before and after.

@@ -105,6 +105,8 @@ def test_bad_options_are_one_line_that_names_the_flag(
         (["status", "--api-key", "schlüssel"], "--api-key: must have printable ASCII characters only"),
     ],
 )
+        (["complete", "x", "--temperature", "inf"], "--temperature: must be a finite number, got inf"),
+        (["top", "--interval", "inf"], "--interval: must be a finite number, got inf"),
 def test_wrong_arguments_are_one_line(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert (done.exit_code, done.stderr) == (2, f"tandem: {said}\n")
