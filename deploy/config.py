@@ -121,6 +121,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 def _checked(field: str, value: Any, source: str) -> Any:
     """Return the value, with a whole number such as 16k in digits. Raises `ConfigError`."""
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{source}: must not contain the character NUL")
     match = _NUMBER.match(value) if isinstance(value, str) and _is_whole(field) else None
     if match is not None:
         value = int(float(match[1]) * _FACTORS[match[2]])

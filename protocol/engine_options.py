@@ -13,6 +13,7 @@ from protocol.kv_events import KvEventsConfig
 from protocol.speculation import CheckpointFormat, Quantization, SpeculativeConfig
 
 DEFAULT_MODEL = "tandem-code-10m"
+MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class ModelOptions:
     """Name and folder of a LoRA adapter, as in sql=/adapters/sql; may be repeated."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=1024)] = 64
     """Highest rank of a LoRA adapter."""
-    max_model_len: Annotated[int, Meta(ge=2)] | None = None
+    max_model_len: Annotated[int, Meta(ge=2, le=MAX_TOKENS)] | None = None
     """Longest sequence, prompt and output; default: the model's."""
 
     @property
@@ -136,7 +137,7 @@ class MemoryOptions:
 class BatchOptions:
     """The steps of an engine and the kernels that compute them."""
 
-    max_num_batched_tokens: PositiveInt | None = None
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     """Tokens in one step; default: 2048 on a GPU, 512 on a CPU."""
     itl_budget: Annotated[float, Meta(ge=0, le=3600)] = 0.02
     """Longest step, in seconds, that computes part of a prompt while other requests decode; 0: no limit. Also

@@ -24,8 +24,12 @@ def named(name: str, flag: str) -> Any:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-PositiveSeconds = Annotated[float, Meta(gt=0)]
+MAX_INT = 2**63 - 1
+"""The largest integer that databases, the wire and C code can hold."""
+MAX_SECONDS = 1e9
+"""About 30 years. Timers cannot wait much longer."""
+PositiveInt = Annotated[int, Meta(ge=1, le=MAX_INT)]
+PositiveSeconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
 
 def doc(text: str) -> Meta:
@@ -134,8 +138,13 @@ def _is_none(kind: inspect.Type) -> bool:
 
 
 def _limits(kind: inspect.IntType | inspect.FloatType) -> str:
-    if kind.gt is not None:
-        return f" above {kind.gt:g}" + (f", at most {kind.le:g}" if kind.le is not None else "")
-    if kind.ge is None:
+    above, least, most = (None if each is None else _exact(each) for each in (kind.gt, kind.ge, kind.le))
+    if above is not None:
+        return f" above {above}" + (f", at most {most}" if most is not None else "")
+    if least is None:
         return ""
-    return f" from {kind.ge:g} to {kind.le:g}" if kind.le is not None else f" of at least {kind.ge:g}"
+    return f" from {least} to {most}" if most is not None else f" of at least {least}"
+
+
+def _exact(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"

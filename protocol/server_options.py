@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from protocol.fields import PositiveInt, PositiveSeconds, listed
+from protocol.fields import MAX_INT, MAX_SECONDS, PositiveInt, PositiveSeconds, listed
 from protocol.handoff import MAX_HANDOFF_S
 from protocol.logs import LogFormat
 from protocol.roles import ROLES, RoleOptions, RoleSpec, WorkerRange
@@ -59,7 +59,7 @@ class ApiOptions:
     """
     response_store: str | None = None
     """File that stores the answers of /v1/responses, shared by several routers; default: memory."""
-    max_stored_responses: Annotated[int, Meta(ge=0)] = 1000
+    max_stored_responses: Annotated[int, Meta(ge=0, le=MAX_INT)] = 1000
     """Most stored responses; the oldest are dropped first. 0 stores none."""
     max_stored_response_bytes: PositiveInt = 256 * 1024 * 1024
     """Most bytes that all stored responses may take."""
@@ -69,7 +69,7 @@ class ApiOptions:
     """Seconds to the first token: requests that are expected to miss it get 429 at once."""
     slo_tpot: PositiveSeconds | None = None
     """Seconds between two tokens: requests that are expected to miss it get 429 at once."""
-    shutdown_timeout: Annotated[float, Meta(ge=0)] = 10.0
+    shutdown_timeout: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = 10.0
     """Seconds that running requests get at shutdown."""
     otlp_traces_endpoint: Annotated[str, Meta(pattern=r"^https?://[^/\s]+")] | None = None
     """URL that receives each request as OpenTelemetry spans, as in http://localhost:4318/v1/traces."""

@@ -59,7 +59,7 @@ MODEL_METHODS = (*TREE_METHODS, "dflash")
 """The methods with weights of their own."""
 
 NumTokens = Annotated[int, Meta(ge=0, le=MAX_DRAFT_TOKENS)]
-Positive = Annotated[int, Meta(ge=1)]
+Positive = Annotated[int, Meta(ge=1, le=4096)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Rates = Annotated[list[Probability], Meta(max_length=MAX_TREE_NODES)]
 
@@ -99,8 +99,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_max: Positive = 5
 
     suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=2, le=256)] = 24
-    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0)] = 10_000
-    suffix_decoding_max_spec_factor: Annotated[float, Meta(ge=0)] = 1.0
+    suffix_decoding_max_cached_requests: Annotated[int, Meta(ge=0, le=2**20)] = 10_000
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(ge=0, le=1024)] = 1.0
     suffix_decoding_min_token_prob: Probability = 0.1
 
     lookahead_ngram: Annotated[int, Meta(ge=2, le=8)] = 4

@@ -62,8 +62,11 @@ def test_help_imports_neither_torch_nor_ray() -> None:
         (["--model", "a", "b"], "--model: given twice"),
         (["--model", ""], "--model: must name a folder, a file or a hub id, got ''"),
         (["--served-model-name", " , "], "--served-model-name: names no model"),
-        (["--request-timeout", "inf"], "--request-timeout: must be a finite number above 0, got 'inf'"),
-        (["--max-model-len", "1"], "--max-model-len: must be an integer of at least 2, got '1'"),
+        (
+            ["--request-timeout", "inf"],
+            "--request-timeout: must be a finite number above 0, at most 1e+09, got 'inf'",
+        ),
+        (["--max-model-len", "1"], "--max-model-len: must be an integer from 2 to 2147483647, got '1'"),
         (["--worker-threads", "10000"], "--worker-threads: must be an integer from 1 to 1024, got '10000'"),
         (["--api-key", "good,schlüssel"], "--api-key: must have printable ASCII characters only"),
         (["/no/such/folder"], "--model: there is no folder /no/such/folder"),
@@ -102,11 +105,11 @@ def test_bad_options_are_one_line_that_names_the_flag(
         ),
         (["batch", "a", "b", "--url", "http://"], "--url: must be like http://127.0.0.1:8000, got 'http://'"),
         (["scale", "--url", "http://[::1"], "--url: must be like http://127.0.0.1:8000, got 'http://[::1'"),
+        (["complete", "x", "--temperature", "inf"], "--temperature: must be a finite number, got inf"),
+        (["top", "--interval", "inf"], "--interval: must be a finite number, got inf"),
         (["status", "--api-key", "schlüssel"], "--api-key: must have printable ASCII characters only"),
     ],
 )
-        (["complete", "x", "--temperature", "inf"], "--temperature: must be a finite number, got inf"),
-        (["top", "--interval", "inf"], "--interval: must be a finite number, got inf"),
 def test_wrong_arguments_are_one_line(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert (done.exit_code, done.stderr) == (2, f"tandem: {said}\n")
@@ -158,8 +161,6 @@ def test_a_key_is_added_and_shown_once(tmp_path: Path) -> None:
     assert again.stderr.startswith("tandem: --api-key-file: ") and again.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
 def test_a_full_disk_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     assert invoke("key", "add", "alice", "--api-key-file", str(path)).exit_code == 0
@@ -171,6 +172,8 @@ def test_a_full_disk_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
     [
         ({}, ""),
         ({"host": "::1"}, ""),

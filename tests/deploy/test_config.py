@@ -1,13 +1,14 @@
 """Flags, environment and file make one configuration; a wrong value names its source."""
 
 import math
+from typing import get_args
 
 import msgspec
 import pytest
 
 from deploy.config import load_config
 from models.bundled import BUNDLED_MODEL
-from protocol.config import ServeConfig, field_docs, flag_name
+from protocol.config import ServeConfig, field_docs, field_types, flag_name
 from protocol.errors import ConfigError
 from protocol.roles import WorkerRange
 
@@ -156,6 +157,21 @@ def test_a_bad_value_names_its_source(field, value, config_file):
 def test_wrong_options_are_named(flags, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         load_config(flags, {})
+
+
+def test_every_number_has_an_upper_limit():
+    kinds = field_types().items()
+    numbers = [field for field, kind in kinds if {int, float} & {kind, *get_args(kind)}]
+    assert len(numbers) > 30
+    for field in numbers:
+        with pytest.raises(ConfigError, match=rf"{flag_name(field)}: must be .*\d, got '9{{30}}'"):
+            load_config({field: "9" * 30}, environ={})
+
+
+def test_a_nul_in_the_file_is_refused(config_file):
+    path = config_file('model: "a\\0b"\n')
+    with pytest.raises(ConfigError, match="model: must not contain the character NUL"):
+        load_config(environ={}, config_file=path)
 
 
 def test_a_later_source_overrides_a_bad_value(config_file):

@@ -78,7 +78,7 @@ def test_a_bad_entry_of_the_file_names_the_file(tmp_path: Path) -> None:
     path.write_text("speculative_config:\n  method: ngram\n  prompt_lookup_max: 0\n")
     with pytest.raises(ConfigError) as caught:
         load_config({}, {}, path)
-    expected = f"{path}: speculative_config: prompt_lookup_max: must be an integer of at least 1, got 0"
+    expected = f"{path}: speculative_config: prompt_lookup_max: must be an integer from 1 to 4096, got 0"
     assert str(caught.value) == expected
 
 
@@ -96,7 +96,7 @@ def test_a_bad_entry_of_the_file_names_the_file(tmp_path: Path) -> None:
         ({"tree": True}, "tree: the method ngram drafts no tree"),
         ({"tree_nodes": 64}, "tree_nodes: must be an integer from 1 to 63, got 64"),
         ({"prefill": "never"}, "prefill: must be one of 'auto', 'carry', 'rebuild'"),
-        ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be an integer of at least 1"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be an integer from 1 to 4096"),
         ({"prompt_lookup_min": 6}, "prompt_lookup_min: 6 exceeds prompt_lookup_max=5"),
         ({"suffix_decoding_max_tree_depth": 257}, "suffix_decoding_max_tree_depth: .* from 2 to 256"),
         ({"suffix_decoding_max_spec_factor": float("inf")}, "suffix_decoding_max_spec_factor: .*finite"),
@@ -117,7 +117,7 @@ def test_a_bad_entry_of_the_file_names_the_file(tmp_path: Path) -> None:
         ({"quantization": "int8"}, "quantization: must be absent: the method ngram has no draft model"),
         ({"skip_layers": [1]}, "skip_layers: must be absent: the method ngram drafts without layers"),
         ({"exit_layer": 1}, "exit_layer: must be absent: the method ngram drafts without layers"),
-        ({"method": SELF, "exit_layer": 0}, "exit_layer: must be an integer of at least 1, got 0"),
+        ({"method": SELF, "exit_layer": 0}, "exit_layer: must be an integer from 1 to 4096, got 0"),
         (
             {"method": SELF, "skip_layers": [2, -1]},
             "skip_layers: must be a list, each an integer of at least 0, got",

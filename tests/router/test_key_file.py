@@ -118,7 +118,10 @@ def test_adding_refuses_keys_that_could_not_be_read_back(tmp_path):
     ("fields", "said"),
     [
         ({"name": ""}, "NAME: must be a string that matches .*, got ''"),
-        ({"requests_per_minute": -1}, "--requests-per-minute: must be an integer of at least 1, got -1"),
+        (
+            {"requests_per_minute": -1},
+            "--requests-per-minute: must be an integer from 1 to 9223372036854775807, got -1",
+        ),
         ({"priority": 1001}, "--priority: must be an integer from -1000 to 1000, got 1001"),
     ],
 )
