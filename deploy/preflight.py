@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.mtp_layouts import find_layouts
 from checkpoints.source import ASSISTANTS, hf_source, is_gguf, split_hub_file
-from deploy.resources import check_heads, plan_workers
+from deploy.resources import check_heads, check_number, plan_workers
 from engine.limits import check_draft, check_quantization, choose_max_model_len, cpu_pool_budget
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig
@@ -91,6 +91,8 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def check_start(config: ServeConfig) -> GenerationDefaults:
     """Return the requests' defaults. Raises `ConfigError`, with flag and limit, if the start must fail."""
+    if config.ray_address is None and not _may_use_gpu(config):
+        check_number(config, host_cores())
     check_source(config.model, "--model", config.revision)
     if config.tokenizer is not None:
         check_source(config.tokenizer, "--tokenizer", config.revision, "tokenizer_config.json")
@@ -189,6 +191,10 @@ def _check_backend(config: ServeConfig) -> None:
         raise ConfigError(f"--attention-backend: {config.attention_backend} is for GPUs, but {fault}")
 
 
+def _may_use_gpu(config: ServeConfig) -> bool:
+    return config.device != "cpu" and not cuda_fault()
+
+
 def _check_worker_host(config: ServeConfig) -> None:
     """Raise `ConfigError` if this host's workers could not bind to --worker-host."""
     if config.worker_host is None or config.ray_address is not None:
@@ -275,8 +281,7 @@ def _check_pool(config: ServeConfig, model: Mapping[str, Any], max_model_len: in
     if model.get("model_type") not in _PLAIN or not all(isinstance(model.get(name), int) for name in names):
         return
     has_windows = model.get("use_sliding_window", True) and model.get("sliding_window")
-    may_be_on_gpu = config.device != "cpu" and not cuda_fault()
-    if has_windows or may_be_on_gpu or config.ray_address is not None:
+    if has_windows or _may_use_gpu(config) or config.ray_address is not None:
         return
     layers, heads, hidden = (model[name] for name in names)
     head_dim = model.get("head_dim") or hidden // heads

@@ -13,6 +13,8 @@ from protocol.errors import ConfigError
 from protocol.roles import ROLES
 from protocol.speculation import SELF
 
+WORKERS_PER_CORE = 4
+"""The most workers per core of a CPU node without roles, since each has threads and memory."""
 _HEADS = ("num_attention_heads", "n_head")
 """Fields of a `config.json` with the number of attention heads."""
 
@@ -25,6 +27,17 @@ def check_ranks(config: ServeConfig) -> None:
         )
     if config.compile == "on":
         refuse_ranks(config, "with --compile on: torch.compile knows nothing of what ranks exchange")
+
+
+def check_number(config: ServeConfig, cores: int) -> None:
+    """Raise `ConfigError` if the workers are more than a host with so many cores, and no GPU, can take."""
+    most, wanted = WORKERS_PER_CORE * cores, config.total_ranks
+    if wanted > most:
+        largest = max(ROLES.values(), key=lambda role: config.num_replicas(role) * config.num_ranks(role))
+        raise ConfigError(
+            f"{flag_name(largest.replicas)}: at most {most} worker processes fit on this host with {cores} "
+            f"cores and no GPU ({WORKERS_PER_CORE} for each core), got {wanted} of all roles"
+        )
 
 
 def check_heads(config: ServeConfig, decoder: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from deploy.config import draft_workers_refusal
+from deploy.resources import WORKERS_PER_CORE
 from protocol.config import ServeConfig
 from protocol.roles import MAX_WORKERS, ROLES, RoleSpec
 from router.scaling.interface import ScaleAnswer, ScaleRequest
@@ -186,10 +187,6 @@ def let_go(slots: Sequence[Slot], worker_id: str, for_good: bool) -> str:
 
 def slot_of(slots: Sequence[Slot], worker_id: str) -> Slot | None:
     return next((slot for slot in slots if slot.worker_id == worker_id), None)
-
-
-WORKERS_PER_CORE = 4
-"""The most workers per core of a CPU node without roles, since each has threads and memory."""
 
 
 def rescale(

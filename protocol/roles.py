@@ -17,7 +17,9 @@ Role = Annotated[str, Meta(min_length=1, max_length=64)]
 Task = Literal["prefill", "decode", "draft"]
 """Tasks of a worker: compute a prompt and hand it over, generate tokens, or draft them."""
 
-_Replicas = Annotated[int, Meta(ge=1)]
+MAX_WORKERS = 4096
+"""Most workers of one role."""
+_Replicas = Annotated[int, Meta(ge=1, le=MAX_WORKERS)]
 _Ranks = Annotated[int, Meta(ge=1, le=64)]
 
 
@@ -29,7 +31,7 @@ class RoleOptions:
     """Prefill workers."""
     decode_replicas: _Replicas = 1
     """Decode workers."""
-    draft_replicas: Annotated[int, Meta(ge=0)] = 0
+    draft_replicas: Annotated[int, Meta(ge=0, le=MAX_WORKERS)] = 0
     """Draft workers, which draft for the requests of all decode workers."""
     prefill_tensor_parallel_size: _Ranks = 1
     """Processes that share the heads and weights of each prefill worker, on a CPU or on a GPU each."""
@@ -90,8 +92,6 @@ _SPECS = (
 ROLES: dict[str, RoleSpec] = {spec.name: spec for spec in _SPECS}
 
 
-MAX_WORKERS = 4096
-"""Most workers of one role."""
 _RANGE = re.compile(r"\s*(\d{1,9})\s*:\s*(\d{1,9})\s*\Z")
 
 _Workers = Annotated[int, Meta(ge=1, le=MAX_WORKERS)]

@@ -155,6 +155,15 @@ def test_drafts_that_do_not_fit(model: str, tmp_path: Path, fields: dict[str, An
         check(model, speculative_config={"method": "draft_model", "model": draft})
 
 
+def test_more_workers_than_the_host_takes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "host_cores", lambda: 2)
+    check(model, prefill_replicas=2, decode_replicas=6)
+    refused = "--decode-replicas: at most 8 worker processes fit on this host with 2 cores and no GPU"
+    with pytest.raises(ConfigError, match=f"{refused} .4 for each core., got 10 of all roles"):
+        check(model, decode_replicas=9)
+    check(model, decode_replicas=9, ray_address="10.0.0.1:6379")
+
+
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     for flags in ({}, {"speculative_config": {"method": "eagle", "model": str(tmp_path)}}):
         target = write_model(tmp_path / "model") if flags else str(tmp_path)
