@@ -83,14 +83,14 @@ def locked(path: Path) -> Iterator[None]:
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
     deadline = time.monotonic() + _LOCK_WAIT
     try:
-        while time.monotonic() < deadline and not _takes_lock(descriptor):
+        while time.monotonic() < deadline and not takes_lock(descriptor):
             time.sleep(_LOCK_POLL)  # a wait without any CPU time would count as stuck
         yield
     finally:
         os.close(descriptor)
 
 
-def _takes_lock(descriptor: int) -> bool:
+def takes_lock(descriptor: int) -> bool:
     """Return whether nobody else has the lock, which is this process's now if there are file locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -25,7 +25,7 @@ from quantization.checkpoint import FinishedBlock, Source, Unfinished
 from quantization.preparation import PreparedRun, QuantizeOptions, Recipe, prepare
 from quantization.texts import SHARED_RUN, HeldOut, TextQuality, predict
 from training.data import fast_dtype, load_frozen
-from training.output import write_text
+from training.output import only_run, write_text
 
 
 def quantize(options: QuantizeOptions, console: Console) -> None:
@@ -34,6 +34,11 @@ def quantize(options: QuantizeOptions, console: Console) -> None:
     Raises `ConfigError`, which names the option, before it writes anything.
     """
     prepared = prepare(options)
+    with only_run(options.output, "--output"):
+        _run(options, prepared, console)
+
+
+def _run(options: QuantizeOptions, prepared: PreparedRun, console: Console) -> None:
     recipe, source = prepared.recipe, prepared.source
     windows, text = prepared.texts.calibration, prepared.texts.held_out
     model = load_frozen(str(source.folder), options.device)

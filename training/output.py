@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from protocol.errors import TandemError
+from native.ownership import takes_lock
+from protocol.errors import ConfigError, TandemError
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -30,6 +33,23 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise TandemError(f"{folder} cannot be made: {error.strerror}") from error
+
+
+@contextmanager
+def only_run(folder: Path, flag: str) -> Iterator[None]:
+    """Make the folder and keep every other run out of it. Raises `ConfigError` if another run is in it.
+
+    The lock is the folder's own, so it leaves no file and ends with the process. A file system without locks
+    lets every run in.
+    """
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not takes_lock(descriptor):
+            raise ConfigError(f"{flag}: another run writes to {folder}")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -26,7 +26,7 @@ from protocol.errors import ConfigError, TandemError
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from training.loop import check_same_run
-from training.output import make_folder, write_json
+from training.output import make_folder, only_run, write_json
 
 Device = Literal["auto", "cpu", "cuda"]
 AT_ONCE = 32
@@ -94,12 +94,14 @@ class Recording:
     def add(self, texts: Iterator[tuple[int, Recorded]], report: Callable[[int, int], None]) -> None:
         """Append texts until the recording is full. Call `report` with the numbers of texts and tokens.
 
-        Raises `TandemError` if the disk is full. The next call cuts off what is there of an incomplete text.
+        Raises `TandemError` if the disk is full, or if another run adds to it. The next call cuts off what is
+        there of an incomplete text.
         """
         names = "tokens", "hidden", self._index.name
         sizes = 4 * self.num_tokens, 2 * self.width * self.num_tokens, self._index_bytes
         try:
             with ExitStack() as opened:
+                opened.enter_context(only_run(self._folder, "--recording"))
                 files = [opened.enter_context((self._folder / name).open("ab")) for name in names]
                 for file, size in zip(files, sizes, strict=True):
                     file.truncate(size)

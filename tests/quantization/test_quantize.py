@@ -24,6 +24,7 @@ from tests.e2e.architectures import GEMMA4_EXPERTS, config_of
 from tests.full_disk import full_disk
 from tests.quantization.tiny import GROUP, LENGTH, tiny_config, tiny_model, windows, write_tiny
 from tests.speculation.tiny_trained import write_text, write_tiny_tokenizer
+from training.output import only_run
 
 FILES = {"README.md", "config.json", "model.safetensors", "generation_config.json"}
 CALIBRATED = ["--group-size", GROUP, "--samples", 8]
@@ -155,6 +156,13 @@ def test_a_full_disk_is_named_and_its_run_resumed(folder: Path, tmp_path: Path) 
         said = run(folder, tmp_path / "out", "int8")
     assert said.startswith("error: ") and "block-00000.safetensors cannot be written" in said
     assert "saved in" in run(folder, tmp_path / "out", "int8")
+
+
+def test_one_run_at_a_time_writes_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    with only_run(tmp_path / "out", "--output"):
+        said = run(folder, tmp_path / "out", "int8")
+    assert said.startswith("error: ") and "--output: another run writes to" in said
+    assert not contents(tmp_path / "out")
 
 
 def test_a_run_of_another_model_is_not_resumed(

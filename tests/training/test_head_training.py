@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from deploy.cli import app
 from engine.engine import Engine
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, TandemError
 from protocol.speculation import Method
 from speculation.medusa import read_heads
 from tests.full_disk import full_disk
@@ -325,6 +325,24 @@ def test_the_command_resumes_from_a_checkpoint(
     assert "going on from step 5" in printed.output
     whole, resumed = (load_file(path / "model.safetensors") for path in (trained[0], output))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("write", ["training.heads.command.write_text", "training.heads.contract.write_json"])
+def test_a_run_that_ends_while_it_saves_is_resumed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    def full(path: Path, _: object) -> None:
+        raise TandemError(f"{path} cannot be written")
+
+    write_text(tmp_path / "texts")
+    monkeypatch.setattr(write, full)
+    stopped = CliRunner().invoke(app, command(folder, tmp_path / "texts", tmp_path / "heads"))
+    assert stopped.exit_code == 1 and "cannot be written" in stopped.output
+    monkeypatch.undo()
+    printed = CliRunner().invoke(app, command(folder, tmp_path / "texts", tmp_path / "heads"))
+    assert printed.exit_code == 0, printed.output
+    names = {path.name for path in (tmp_path / "heads").iterdir()}
+    assert names == {"README.md", "config.json", "model.safetensors"}
 
 
 class Stopped(Exception):  # noqa: N818

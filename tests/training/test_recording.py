@@ -20,6 +20,7 @@ from tests.speculation.tiny_trained import VOCAB_SIZE, write_tiny_model
 from tests.training.recorded import continued, hidden_states
 from training.data import read_prompts
 from training.heads.contract import Target
+from training.output import only_run
 from training.recording import Recorded, Recording, SourceText, answer, check_room
 
 WIDTH = 4
@@ -99,6 +100,14 @@ def test_a_full_disk_is_named_and_its_recording_resumed(tmp_path: Path) -> None:
     assert resumed.numbers == recording.numbers == {0, 1}
     resumed.add(texts(2), ignore)
     assert Recording(tmp_path, WIDTH, 2**20, {}).numbers == {0, 1, 2, 3, 4}
+
+
+def test_one_run_at_a_time_records(tmp_path: Path) -> None:
+    recording = Recording(tmp_path, WIDTH, 2**20, {})
+    with only_run(tmp_path, "--output"), pytest.raises(ConfigError, match="--recording: another run writes"):
+        recording.add(texts(), ignore)
+    recording.add(texts(), ignore)
+    assert recording.numbers == {0, 1, 2, 3, 4}
 
 
 def test_a_recording_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from training.heads.eagle import build_eagle3, captured_layers
 from training.heads.medusa import build_medusa
 from training.heads.mtp import build_mtp
 from training.loop import Schedule, Trainer
-from training.output import write_text
+from training.output import only_run, write_text
 from training.recording import LONGEST_PIECE, Device, Recording, SourceText, answer, check_room, digest
 
 
@@ -52,9 +52,9 @@ METHODS = {
 }
 HELD_OUT_SHARE = 0.05
 CONTINUED_TOKENS = 96
-_CHECKPOINT, _RECORDING = "checkpoint.safetensors", "recording"
+_CHECKPOINT, _RECORDING, _CARD = "checkpoint.safetensors", "recording", "README.md"
 _UNFINISHED = {_CHECKPOINT, _RECORDING, "model.safetensors"}
-"""The names in the folder of an unfinished run."""
+"""The names in the folder of an unfinished run. A run that was saving its heads has a card, too."""
 _LOG_EVERY_S = 60.0
 _WARM_UP = 0.05
 _USEFUL_STEPS = 2000
@@ -97,6 +97,11 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     option.
     """
     _check_output(options.output, _recording_folder(options))
+    with only_run(options.output, "--output"):
+        return _train(options, console)
+
+
+def _train(options: TrainOptions, console: Console) -> list[float]:
     pieces, held_out = _pieces(options, load(AutoTokenizer, options.model))
     recording = _record(options, "training", pieces, console)
     answers = _record(options, "held-out", held_out, console)
@@ -138,8 +143,8 @@ def train(options: TrainOptions, console: Console) -> list[float]:
             )
         )
     rates = acceptance(head, answers)
-    head.save(options.output)
     _write_card(options.output, settings, rates, parameters, answers.num_texts)
+    head.save(options.output)  # config.json last: with it the heads count as finished
     checkpoint.unlink()
     if options.recording is None:
         shutil.rmtree(_recording_folder(options))
@@ -155,7 +160,8 @@ def _check_output(folder: Path, recording: Path) -> None:
     if (folder / "config.json").exists():
         raise ConfigError(f"--output: {folder} has finished heads already; choose another folder")
     found = [path for path in folder.glob("*") if path.suffix != ".partial"]
-    others = {path.name for path in found if not recording.is_relative_to(path)} - _UNFINISHED
+    own = _UNFINISHED | ({_CARD} if (folder / _CHECKPOINT).exists() else set())
+    others = {path.name for path in found if not recording.is_relative_to(path)} - own
     if others:
         raise ConfigError(
             f"--output: {folder} has other files already ({min(others)}); choose another folder"
@@ -283,7 +289,7 @@ def _write_card(folder: Path, run: dict[str, Any], rates: list[float], parameter
     config = json.dumps({"method": METHODS[run["method"]].served_as, "model": str(folder)})
     rows = "\n".join(f"| {number} | {rate:.1%} |" for number, rate in enumerate(rates, start=1))
     write_text(
-        folder / "README.md",
+        folder / _CARD,
         f"""# {folder.name}
 
 {run["method"]} heads for `{run["model"]}`, {parameters:,} parameters, trained by `tandem speculate train`.
