@@ -132,4 +132,9 @@ def _product(
         if layer not in side:
             raise AdapterError(f"{TENSORS}: {_PREFIX}{layer}.lora_{letter}.weight: is missing")
     down = downs[layer]
-    return LowRankProduct(down, ups[layer] * config.scale(layer, len(down)))
+    up = ups[layer] * config.scale(layer, len(down))
+    for letter, tensor in ("A", down), ("B", up):
+        if not tensor.isfinite().all():
+            where = f"{TENSORS}: {_PREFIX}{layer}.lora_{letter}.weight"
+            raise AdapterError(f"{where}: not all of its values, scaled by lora_alpha, are finite")
+    return LowRankProduct(down, up)

@@ -299,6 +299,7 @@ def table(folders: dict[str, Path]) -> Adapters:
 
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+A, B = (f"{LAYER}.lora_{side}.weight" for side in "AB")
 CONFIGS = {
     "peft_type": ("IA3", "adapter_config.json: peft_type: must be LORA, got 'IA3'"),
     "use_dora": (True, "adapter_config.json: use_dora: not supported"),
@@ -307,17 +308,18 @@ CONFIGS = {
     "lora_bias": (True, "adapter_config.json: lora_bias: not supported"),
     "r": (65, "adapter_config.json: r: must be from 1 to --max-lora-rank 64, got 65"),
     "lora_alpha": ("much", "adapter_config.json: lora_alpha: must be"),
+    "alpha_pattern": ({"q_proj": 1e300}, f"{B}: not all of its values, scaled by lora_alpha, are finite"),
     "rank_pattern": ({"(": 4}, r"adapter_config.json: pattern '\('"),
 }
 
 
-A, B = (f"{LAYER}.lora_{side}.weight" for side in "AB")
 OTHERS = "base_model.model"
 HEAD, NINTH = (f"{OTHERS}.{layer}.lora_A.weight" for layer in ("lm_head", "model.layers.9.self_attn.q_proj"))
 TENSORS: dict[str, tuple[dict[str, Tensor | None] | None, str]] = {
     "a rank of 8": ({A: torch.zeros(8, 64)}, rf"{A}: must have the shape \[4, 64\], got \[8, 64\]"),
     "another width": ({B: torch.zeros(128, 4)}, rf"{B}: must have the shape \[64, 4\], got \[128, 4\]"),
     "integers": ({A: torch.zeros(4, 64).char()}, f"{A}: the dtype must be one of .*float16, got int8"),
+    "infinite": ({A: torch.full((4, 64), torch.inf)}, f"{A}: not all of its values, .* are finite"),
     "one side": ({B: None}, f"{B}: is missing"),
     "of the head": ({HEAD: torch.zeros(4, 64)}, f"{HEAD}: the model has no such linear layer"),
     "of a layer too many": ({NINTH: torch.zeros(4, 64)}, f"{NINTH}: the model has no such linear layer"),
