@@ -50,8 +50,22 @@ def checked(response: httpx.Response) -> httpx.Response:
     try:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = response.text[:500]
+        message = " ".join(response.text.split())[:200]
     raise ServerError(f"{response.url}: {response.status_code}: {message}")
+
+
+def fields_of(response: httpx.Response, *names: str) -> dict[str, Any]:
+    """Return the JSON object of an answer. Raises `ServerError` if it is an error, or lacks one of `names`.
+
+    Answers of other kinds of servers lack them.
+    """
+    try:
+        fields = checked(response).json()
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict) or not fields.keys() >= set(names):
+        raise ServerError(f"{response.url}: not an answer of Tandem: a JSON object with {', '.join(names)}")
+    return fields
 
 
 def completion_texts(http: httpx.Client, body: Mapping[str, Any]) -> Iterator[str]:

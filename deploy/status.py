@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.client import checked, client
+from deploy.client import client, fields_of
 from protocol.metrics import REPORTED, reported
 
 _FILE_WIDTH = 200
@@ -86,8 +86,7 @@ def show_status(url: str, api_key: str | None, *, once: bool, as_json: bool, int
     with contextlib.suppress(KeyboardInterrupt), client(url, api_key) as http:
 
         def fetch() -> dict[str, Any]:
-            status: dict[str, Any] = checked(http.get("/workers")).json()
-            return status
+            return fields_of(http.get("/workers"), "workers")
 
         if as_json:
             print(json.dumps(fetch(), indent=2))
@@ -207,8 +206,8 @@ class Snapshot(NamedTuple):
     @classmethod
     def fetch(cls, http: httpx.Client) -> Snapshot:
         """Ask the server for its state. Raises `ServerError`."""
-        cluster = checked(http.get("/cluster")).json()
-        workers = checked(http.get("/workers")).json()["workers"]
+        cluster = fields_of(http.get("/cluster"), "workers")
+        workers = fields_of(http.get("/workers"), "workers")["workers"]
         return cls(time.monotonic(), cluster, {worker["id"]: worker for worker in workers})
 
 

@@ -301,7 +301,7 @@ def bind_http(host: str, port: int, *, shared: bool = False, listens: bool = Tru
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that no domain can have is the latter
         raise ConfigError(f"--host: cannot use {host!r}: {error}") from error
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:

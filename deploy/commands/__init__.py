@@ -20,7 +20,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def _checked_url(url: str) -> str:
     try:
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        host = (parts.hostname or "").encode("idna")
+        is_good = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
     except ValueError:
         is_good = False
     if not is_good:

@@ -66,11 +66,11 @@ def _operate(
     url: str, api_key: str | None, path: str, body: Mapping[str, object]
 ) -> tuple[dict[str, Any], str]:
     """Return the operation's report once it is over, and the numbers of requests that it moved, in words."""
-    from deploy.client import checked, client
+    from deploy.client import client, fields_of
 
-    with client(url, api_key) as http:
-        report = checked(http.post(quote(path), json=body)).json()
     names = ("moved", "redirected", "placed_again")
+    with client(url, api_key) as http:
+        report = fields_of(http.post(quote(path), json=body), "seconds", *names)
     return report, ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in names)
 
 
@@ -106,10 +106,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
 ) -> None:
     """Find what keeps requests waiting now, and say what to change, with figures."""
-    from deploy.client import checked, client
+    from deploy.client import client, fields_of
 
     with client(url, api_key) as http:
-        report = checked(http.get("/doctor", params={"seconds": seconds})).json()
+        report = fields_of(http.get("/doctor", params={"seconds": seconds}), "findings")
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -135,13 +135,14 @@ def complete(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
 ) -> None:
     """Complete a prompt and print the text as it comes."""
-    from deploy.client import checked, client, completion_texts
+    from deploy.client import client, completion_texts, fields_of
 
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
     body |= {"prompt": sys.stdin.read() if prompt == "-" else prompt}
     body |= {name: value for name, value in {"seed": seed, "stop": stop or None}.items() if value is not None}
     with client(url, api_key) as http:
-        body["model"] = model or checked(http.get("/v1/models")).json()["data"][0]["id"]
+        models = [] if model else fields_of(http.get("/v1/models"), "data")["data"]
+        body["model"] = model or next((each["id"] for each in models), "")
         for text in completion_texts(http, body):
             print(text, end="", flush=True)
     print()

@@ -7,6 +7,8 @@ import os
 import resource
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,7 @@ def test_bad_options_are_one_line_that_names_the_flag(
         (["scale", "--url", "http://[::1"], "--url: must be like http://127.0.0.1:8000, got 'http://[::1'"),
         (["complete", "x", "--temperature", "inf"], "--temperature: must be a finite number, got inf"),
         (["top", "--interval", "inf"], "--interval: must be a finite number, got inf"),
+        (["top", "--url", "http://.."], "--url: must be like http://127.0.0.1:8000, got 'http://..'"),
         (["status", "--api-key", "schlüssel"], "--api-key: must have printable ASCII characters only"),
     ],
 )
@@ -130,6 +133,31 @@ def test_commands_without_a_server_fail_clearly(arguments: list[str]) -> None:
     done = invoke(*arguments, "--url", "http://127.0.0.1:9")
     assert done.exit_code == 1
     assert done.stderr.startswith("tandem: http://127.0.0.1:9"), done.stderr
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}"])
+@pytest.mark.parametrize(
+    "arguments", [["status", "--once"], ["top", "--once"], ["doctor"], ["restart"], ["complete", "x"]]
+)
+def test_another_kind_of_server_is_named(arguments: list[str], answer: bytes) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            """Write nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as other:
+        threading.Thread(target=other.serve_forever, args=[0.01], daemon=True).start()
+        done = invoke(*arguments, "--url", f"http://127.0.0.1:{other.server_port}")
+        other.shutdown()
+    assert done.exit_code == 1 and done.stderr.startswith(f"tandem: http://127.0.0.1:{other.server_port}/")
+    assert "not an answer of Tandem: a JSON object with " in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_version() -> None:

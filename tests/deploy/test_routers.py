@@ -43,6 +43,11 @@ def test_a_taken_port_is_one_clear_error() -> None:
             RouterPorts(ServeConfig(port=port, router_replicas=2), "127.0.0.1")
 
 
+def test_a_name_that_no_domain_can_have_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"--host: cannot use '\.\.'"):
+        bind_http("..", 0)
+
+
 def test_a_second_server_is_refused_the_routers_port() -> None:
     config = ServeConfig(port=0, router_replicas=2)
     with closing(RouterPorts(config, "127.0.0.1")) as ports:
