@@ -46,6 +46,7 @@ def events_of(router, on_first=lambda: None, **fields) -> list[dict]:
     body = {**BODY, "stream": True, **fields}
     with router.http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
         for line in response.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 events.append(json.loads(line[6:]))

@@ -122,13 +122,18 @@ def hand_off_is_refused(scene: Scene) -> None:
 
 
 def late_messages_come(scene: Scene) -> None:
-    """Send messages of another incarnation, of a stranger to the request, and of an earlier placement."""
+    """Send messages of another incarnation, a stranger to the request, an earlier placement, and one in
+    another worker's name.
+    """
     token = TokenOutput(request_id=scene.request_id, token_ids=[5], finish_reason="stop")
     (idle,) = [w for w in scene.router.workers if w.role == "decode" and w is not scene.decode]
     scene.say(scene.holder, "0" * 16, token)
     scene.say(idle, idle.incarnation, token)
     earlier = TokenOutput(request_id="earlier", token_ids=[5], finish_reason="stop")
     scene.say(scene.holder, scene.holder.incarnation, earlier)
+    idle.post(said(scene.holder, token))
+    for reason in ("stale_incarnation", "unknown_request", "not_the_holder", "malformed"):
+        eventually(lambda why=reason: scene.router.metric("tandem_messages_dropped_total", reason=why) == 1)
 
 
 def holder_gives_it_up(scene: Scene) -> None:
