@@ -35,7 +35,7 @@ from protocol.worker_to_worker import (
     Stale,
 )
 from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
-from tests.worker.stages import check_transition, walk
+from tests.worker.stages import walk
 
 NUM_BLOCKS = 12
 PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "ends": range(60, 75)}
@@ -269,12 +269,6 @@ def test_the_option_says_who_computes_a_prompts_draft_kv(
 def test_every_message_in_every_stage(engine: Engine) -> None:
     PrefillStages.engine = engine
     walk(PrefillStages)
-
-
-@pytest.mark.parametrize("before", PrefillStage)
-def test_only_transitions_of_the_table_are_legal(before: PrefillStage) -> None:
-    for after in PrefillStage:
-        check_transition(PrefillRequest(prompt_request("short"), before), after)
 
 
 def test_blocks_are_reserved_before_the_prompt_is_computed(
