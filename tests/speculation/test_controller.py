@@ -19,9 +19,6 @@ from speculation.control.controller import (
     plain_and_best,
 )
 from speculation.control.estimator import (
-    FIRST_OUTPUT,
-    FIRST_PROMPT,
-    LENGTH_PACE,
     Shape,
     SpeculatingRequest,
 )
@@ -411,15 +408,6 @@ def test_a_tree_takes_one_level_of_drafting() -> None:
     known, request = made.estimator.methods["medusa"].time, made.estimator.new_request("medusa", None)
     made.estimator.drafted("medusa", [request], [24], known.units(1, 24) * 1e-3)
     assert known.unit(1) == pytest.approx(1e-3)
-
-
-def test_means_follow_the_requests_that_end() -> None:
-    made = controller().estimator
-    for _ in range(100):
-        made.ended(1000, 10)
-    left = (1 - LENGTH_PACE) ** 100
-    assert made.mean_prompt == pytest.approx(1000 + left * (FIRST_PROMPT - 1000))
-    assert made.mean_output == pytest.approx(10 + left * (FIRST_OUTPUT - 10))
 
 
 def test_a_report_tells_what_drafting_takes() -> None:

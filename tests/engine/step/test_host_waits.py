@@ -332,16 +332,6 @@ def test_uploads_of_all_sizes_reach_their_tensors(gpu: AbsentGpu) -> None:
         assert tensors[1].storage_offset() * arrays[1].itemsize >= arrays[0].nbytes
 
 
-def test_accepted_kv_moves_without_a_wait(gpu: AbsentGpu) -> None:
-    pool = pool_of()
-    for _ in range(2):  # the first run makes what is made once
-        gpu.launch("a step before")
-        gpu.clear()
-        pool.move_tokens([[1, 2]], 14, [1, 3])
-    assert gpu.launches["index"] == gpu.launches["index_put_"] == 1
-    assert not gpu.waits, "\n".join(gpu.waits)
-
-
 def test_waits_are_reported_with_their_line(gpu: AbsentGpu) -> None:
     values = torch.empty(4, device=GPU)
     flags = values > 0
