@@ -21,22 +21,6 @@ from tests.waiting import wait_until
 BODY = {"prompt": "the quick brown fox", "max_tokens": 3}
 
 
-def test_never_imports_torch(model_folder):
-    code = (
-        "import sys\n"
-        "from protocol.config import ServeConfig\n"
-        "from messaging.sockets import ClusterKeys\n"
-        "from router.server import RouterServer, build_app\n"
-        f"server = RouterServer(ServeConfig(model={str(model_folder)!r}, port=0), ClusterKeys.generate())\n"
-        "build_app(server.state)\n"
-        "server.state.tokenizer.chat_template.render([{'role': 'user', 'content': 'x'}])\n"
-        "server.close()\n"
-        "for name in ('torch', 'transformers', 'ray', 'engine', 'opentelemetry.sdk'):\n"
-        "    assert name not in sys.modules, name\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 def test_starting(make_router):
     router = make_router()
     assert router.http.get("/health").status_code == 200
