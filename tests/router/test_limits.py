@@ -9,10 +9,7 @@ import time
 import pytest
 from router_clients import eventually
 
-from protocol.config import ServeConfig
-from router.errors import ApiError
 from router.preprocessing.requests import FAST_INLINE_BYTES, INLINE_OBJECTS
-from router.text.tokenizer import PIECE_CHARACTERS, Tokenizer
 
 MB = 1_000_000
 USER = b'{"role":"user","content":"x"}'
@@ -124,24 +121,6 @@ def _without_names(value):
         for name, each in value.items()
         if name not in ("id", "created", "created_at", "prompt_tokens_details", "input_tokens_details")
     }
-
-
-def test_a_text_of_too_many_tokens_is_never_tokenized_as_a_whole(model_folder, monkeypatch):
-    tokenizer = Tokenizer.load(ServeConfig(model=str(model_folder)))
-    encode, lengths = tokenizer.encode, []
-
-    def noting(text, *arguments):
-        lengths.append(len(text))
-        return encode(text, *arguments)
-
-    monkeypatch.setattr(tokenizer, "encode", noting)
-    monkeypatch.setattr("router.text.tokenizer.SAFE_CHARACTERS_PER_TOKEN", 1)
-    with pytest.raises(ApiError, match=r"prompt: it exceeds .* 300000 tokens") as refused:
-        tokenizer.encode_prompt("x" * 1_000_000, True, 300_000, "prompt")
-    assert refused.value.code == "context_length_exceeded"
-    assert max(lengths) == PIECE_CHARACTERS
-    words = "the quick " * 100_000
-    assert tokenizer.encode_prompt(words, True, 500_000, "prompt") == encode(words)
 
 
 def send_part(port: int, size: int) -> socket.socket:

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.errors import ApiError
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import PIECE_CHARACTERS, Tokenizer
 from tests.router.text.test_detokenizer import sentencepiece_like
 
 TEXTS = ["hello fox", "  two  spaces ", "naïve 🙂\n日本", "<|end|>mid<|end|>", "", "x" * 3000]
@@ -126,13 +126,32 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path, fast_tokenizer):
     assert len(tokenizer.encode("the quick brown fox jumps over the lazy dog")) not in (3, 50)
 
 
-def test_a_text_that_cannot_fit_is_not_tokenized(model_folder):
+@pytest.mark.parametrize(
+    ("length", "most", "told", "tokenized"),
+    [
+        (8_000_000, 512, "8000000 characters exceed .* 512", 0),
+        (10**6, 300_000, "it exceeds .* 300000", PIECE_CHARACTERS),
+    ],
+)
+def test_a_text_of_too_many_tokens_is_never_tokenized_as_a_whole(
+    model_folder, monkeypatch, length, most, told, tokenized
+):
+    """Nor is any of it, if its characters alone are too many."""
     tokenizer = Tokenizer.load(ServeConfig(model=str(model_folder)))
-    with pytest.raises(ApiError, match=r"prompt: 8000000 characters exceed .* 512 tokens") as refused:
-        tokenizer.encode_prompt("a" * 8_000_000, True, 512, "prompt")
-    assert refused.value.code == "context_length_exceeded"
-    long = "the fox " * 1000
-    assert tokenizer.encode_prompt(long, True, 10_000, "prompt") == tokenizer.encode(long)
+    encode, lengths = tokenizer.encode, [0]
+
+    def noting(text, *arguments):
+        lengths.append(len(text))
+        return encode(text, *arguments)
+
+    monkeypatch.setattr(tokenizer, "encode", noting)
+    if tokenized:
+        monkeypatch.setattr("router.text.tokenizer.SAFE_CHARACTERS_PER_TOKEN", 1)
+    with pytest.raises(ApiError, match=f"prompt: {told} tokens") as refused:
+        tokenizer.encode_prompt("x" * length, True, most, "prompt")
+    assert (refused.value.code, max(lengths)) == ("context_length_exceeded", tokenized)
+    words = "the quick " * 50_000
+    assert tokenizer.encode_prompt(words, True, 500_000, "prompt") == encode(words)
 
 
 def test_slow_tokenizers_are_converted(tmp_path):
