@@ -85,7 +85,11 @@ struct Int4 : FourBits<Int4> {  // -8 to 7
                                           0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 
     template <int K> static Vec floats(IntVec words) {
+#if defined(__AVX512F__)
+        return (Vec)_mm512_permutexvar_ps((__m512i)(words >> place<Int4, K>), (__m512)widen(VALUES));
+#else
         return __builtin_convertvector((words ^ int32_t(0x88888888)) << (28 - place<Int4, K>) >> 28, Vec);
+#endif
     }
 };
 
@@ -157,7 +161,12 @@ struct Fp8 {
         return uint16_t(((magnitude << 4) + (112 << 7)) | sign);
     }
     template <int K> static Vec floats(IntVec words) {
+#if defined(__AVX512BW__)  // without denormal numbers, which may count as zero there
+        const auto pairs = (IntVec)values<K / 2>((__m512i)words);
+        return (Vec)(K % 2 ? pairs & int32_t(0xffff0000) : pairs << 16);
+#else
         return (Vec)(words << (24 - place<Fp8, K>) >> 4 & int32_t(0x87f00000)) * 0x1p112f;
+#endif
     }
 #if defined(__AVX512BW__)
     template <int I> static __m512i values(__m512i words) {

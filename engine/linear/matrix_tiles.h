@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../../native/tile_registers.h"
+#include "one_row.h"
 #include "outputs.h"
 #include "product.h"
 #include "shares.h"
@@ -23,7 +24,7 @@ class MatrixTiles {
     static constexpr int64_t FEW_ROWS = 16, LONGEST_RUN = INT64_MAX;
     static constexpr int DEPTH = 32;  // inputs multiplied at once
 
-    struct Registers : TileRegisters {
+    struct Registers : TileRegisters, DenormalsAreZero {
         explicit Registers(const Product& p) { shape(int(std::clamp<int64_t>(p.rows, 1, ROWS))); }
     };
 
@@ -36,6 +37,7 @@ class MatrixTiles {
             last_rows.resize(ROWS * K);
             memcpy(last_rows.data(), p.x + (end - left) * K, left * K * sizeof(Input));
         }
+        if (p.run && end - row == 1) one_row.take(p, row);
         tiles_will_load();
         return p.x + row * K;
     }
@@ -65,6 +67,11 @@ class MatrixTiles {
             }
         }
         put_tile(tiles - 1);
+    }
+
+    // Computes one row with quantized weights, with the bits that `rows_of_runs` gives it.
+    template <class Codes> void row_of_codes(const Product& p, const Coded& w, int64_t row, int64_t panel) const {
+        one_row.panel_of_codes<Codes>(p, w, row, panel);
     }
 
     // Computes the same rows with quantized weights. weights(k) returns the panel's weights for the DEPTH inputs from k
@@ -201,6 +208,7 @@ class MatrixTiles {
     static void store(Sums& sums) { store_sums<4>(sums[0][0], ROWS * OUTPUTS, OUTPUTS * sizeof(float)); }
 
     alignas(64) Sums sums[BLOCK_ROWS / ROWS];
+    OneRow one_row;
     std::vector<Input> last_rows;  // inputs of an incomplete tile, followed by rows that are ignored
 };
 

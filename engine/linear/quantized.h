@@ -128,12 +128,13 @@ void rows_of_expanded(Floats& tiles, const Product& p, const Coded& w, const Flo
     tiles.put_totals(p, totals, first, end, panel);
 }
 
-// Computes the same rows with tiles that take all runs of a panel. For many rows the panel's weights are expanded
-// first, for few those of a step just before the step before it is multiplied, so that they have reached the cache when
-// they are loaded.
+// Computes the same rows with tiles that take all runs of a panel; one row has a way of its own. For many rows the panel's
+// weights are expanded first, for few those of a step just before the step before it is multiplied, so that they have
+// reached the cache when they are loaded.
 template <class Codes, class Tiles>
 void rows_of_runs(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs, int64_t first,
                   int64_t end, int64_t panel) {
+    if (end - first == 1) return tiles.template row_of_codes<Codes>(p, w, first, panel);
     const int64_t K = p.in_features;
     const bool are_few = end - first <= Tiles::FEW_ROWS;
     uint16_t* expanded = room(are_few ? SLICE : K);

@@ -87,6 +87,10 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
     return sums;
 }
 
+// What becomes of denormal numbers stays as it is, the same in all instructions.
+inline unsigned _mm_getcsr() { return 0; }
+inline void _mm_setcsr(unsigned) {}
+
 // A thread's eight tile registers: as the configuration shapes them, at most 16 rows of 64 bytes.
 struct EmulatedTiles {
     bool configured = false;
@@ -139,19 +143,22 @@ inline void _tile_stored(int tile, void* to, int64_t stride) {
         memcpy(static_cast<uint8_t*>(to) + row * stride, tiles.data[tile][row], tiles.row_bytes[tile]);
 }
 
-// Row m of a holds pairs of inputs, row k of b the same pairs of each output's weights.
+// Row m of a holds pairs of inputs, row k of b the same pairs of each output's weights. The products of even inputs and
+// those of odd ones are added up apart from each other.
 inline void _tile_dpbf16ps(int sums, int a, int b) {
     EmulatedTiles& tiles = emulated_tiles();
     emulated_check(tiles.configured && tiles.rows[sums] == tiles.rows[a]);
     emulated_check(tiles.row_bytes[a] == 4 * tiles.rows[b] && tiles.row_bytes[sums] == tiles.row_bytes[b]);
     for (int m = 0; m < tiles.rows[a]; m++) {
         const auto inputs = emulated_load<__m512bh>(tiles.data[a][m]);
-        auto row = emulated_load<__m512>(tiles.data[sums][m]);
+        __m512 parts[2] = {};
         for (int k = 0; k < tiles.rows[b]; k++) {
             const auto weights = emulated_load<__m512bh>(tiles.data[b][k]);
-            const __m512i pairs = (__m512i)inputs;
-            row = _mm512_dpbf16_ps(row, weights, (__m512bh)_mm512_set1_epi32(pairs[k]));
+            for (int half = 0; half < 2; half++)
+                for (int i = 0; i < 16; i++)
+                    parts[half][i] += emulated_widen(inputs[2 * k + half]) * emulated_widen(weights[2 * i + half]);
         }
+        const __m512 row = emulated_load<__m512>(tiles.data[sums][m]) + (parts[0] + parts[1]);
         memcpy(tiles.data[sums][m], &row, sizeof row);
     }
 }
