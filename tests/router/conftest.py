@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +17,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_worker import FakeWorker
-from router_clients import answer, openai_client, post
-
 from router.server import RouterPlace, RouterServer
 from router.text.tokenizer import Tokenizer
+from tests.router.fake_worker import FakeWorker
+from tests.router.router_clients import answer, openai_client, post
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and runs away from the hunter",
@@ -151,7 +146,7 @@ def undisturbed(model_folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Start a router whose model says what the test wants, with calls in Hermes' form."""
-    from scripted import HERMES, Scripted
+    from tests.router.scripted import HERMES, Scripted
 
     folder = tmp_path_factory.mktemp("models") / "hermes"
     scripted = Scripted(folder, HERMES, enable_prefix_caching=True)
@@ -162,7 +157,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def make_scripted(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Yield a function that starts routers whose model says what the test wants."""
-    from scripted import Scripted
+    from tests.router.scripted import Scripted
 
     made: list[Scripted] = []
 

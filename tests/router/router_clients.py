@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import httpx
-from fake_worker import FakeWorker
 
 from protocol.codec import encode
 from protocol.outputs import TokenOutput
 from protocol.worker_to_router import StepOutput
+from tests.router.fake_worker import FakeWorker
 from tests.waiting import wait_until
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 200}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 
-from conftest import RunningRouter, byte_level_tokenizer
-from router_clients import openai_client
-
 from protocol.config import ServeConfig
 from router.parsing.formats import TOOL_FORMATS
+from tests.router.conftest import RunningRouter, byte_level_tokenizer
+from tests.router.router_clients import openai_client
 
 ASK = [{"role": "user", "content": "Is it raining in Paris?"}]
 HERMES = (

@@ -8,13 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from conftest import RunningRouter
-from fake_worker import FakeWorker
-from router_clients import eventually
-
 from deploy.routers.pool import RouterPorts
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
+from tests.router.conftest import RunningRouter
+from tests.router.fake_worker import FakeWorker
+from tests.router.router_clients import eventually
 
 
 class TwoRouters:

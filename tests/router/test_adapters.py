@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import eventually, lose, make_pair, post
-from several import TwoRouters
 
 from protocol.kv_events import CacheFormat
 from protocol.requests import Adapter
 from router.api_keys import add_key
 from router.text.choice import Prompt
+from tests.router.router_clients import eventually, lose, make_pair, post
+from tests.router.several import TwoRouters
 
 SQL = Adapter(name="sql", path="/adapters/sql", digest="1" * 32)
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -10,13 +10,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from router_clients import eventually
 
 from protocol.config import ServeConfig
 from router import api_keys
 from router.api_keys import KeyEntry, add_key
 from router.observe.metrics import Metrics
 from router.workers.registry import Registry
+from tests.router.router_clients import eventually
 from tests.router.test_api_docs import OPEN
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 3}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from scripted import Scripted
 
 from protocol.errors import InvalidRequestError
 from router.text.chat_template import ChatTemplate
+from tests.router.scripted import Scripted
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what is a fox?"}]
 RENDERED = "<system>be brief\n<user>what is a fox?\n<assistant>"

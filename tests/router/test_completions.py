@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import eventually
 
 from router.preprocessing.requests import derived_seed
+from tests.router.router_clients import eventually
 
 PROMPT = "the quick brown fox"
 

@@ -14,9 +14,9 @@ from email.message import Message
 
 import httpx
 import pytest
-from router_clients import eventually, is_idle
 
 from router import connection
+from tests.router.router_clients import eventually, is_idle
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 

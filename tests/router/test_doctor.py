@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from router_clients import eventually, lose, post
 from typer.testing import CliRunner
 
 from deploy.cli import app
@@ -19,6 +18,7 @@ from protocol.worker_to_router import PairState, WorkerState
 from router.doctor import DRAFT_LOSS, ClusterSample, Finding, WorkerSample, examine
 from router.placement.interface import WorkerSnapshot
 from tests.e2e.load import load
+from tests.router.router_clients import eventually, lose, post
 
 COSTS = StepCosts(step_s=2e-3, row_s=1e-4, context_s=0.0, token_s=1e-4, attention_s=0.0)
 SECONDS = 2.0

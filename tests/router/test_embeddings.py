@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from conftest import RunningRouter
-from router_clients import openai_client
 
 from protocol.config import ServeConfig
+from tests.router.conftest import RunningRouter
+from tests.router.router_clients import openai_client
 
 TEXTS = ["the quick brown fox", "a lazy dog", "numbers 0 1 2"]
 

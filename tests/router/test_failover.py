@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import (
+
+from protocol.outputs import TokenOutput
+from tests.router.router_clients import (
     answer,
     emitted,
     events_of,
@@ -15,8 +17,6 @@ from router_clients import (
     post,
     said,
 )
-
-from protocol.outputs import TokenOutput
 
 pytestmark = pytest.mark.usefixtures("no_races")
 PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"

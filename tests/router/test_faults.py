@@ -7,7 +7,11 @@ import time
 
 import msgspec
 import pytest
-from router_clients import (
+
+from protocol.codec import encode
+from protocol.outputs import TokenOutput
+from protocol.worker_to_router import AbsentRequests
+from tests.router.router_clients import (
     BODY,
     answer,
     ask_and_leave,
@@ -21,10 +25,6 @@ from router_clients import (
     post,
     said,
 )
-
-from protocol.codec import encode
-from protocol.outputs import TokenOutput
-from protocol.worker_to_router import AbsentRequests
 
 # --- clients ---
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 from hypothesis import strategies as st
-from router_clients import eventually, is_idle
 
 from router.anthropic.request import MessageBody
 from router.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.pooling import EmbeddingBody, RerankBody, ScoreBody
 from router.responses.body import ResponseBody
 from tests.fuzzing import anything, damaged, fuzz
+from tests.router.router_clients import eventually, is_idle
 
 BODIES = {
     "/v1/completions": (CompletionBody, {"prompt": "hello", "max_tokens": 2}),

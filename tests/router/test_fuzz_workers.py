@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 import zmq
-from router_clients import eventually, is_idle, post
 
 from messaging.sockets import connect_dealer
 from protocol.codec import encode
@@ -16,6 +15,7 @@ from protocol.outputs import RequestTiming, TokenOutput, TransferTiming
 from protocol.speculation import MethodState, SpeculationState
 from protocol.worker_to_router import AbsentRequests, KvEvents, Leaving, PairState, Prefetched, StepOutput
 from tests.fuzzing import altered, damaged, fuzz, say, zmq_strangers
+from tests.router.router_clients import eventually, is_idle, post
 
 
 def check_all_is_well(router, caplog) -> None:

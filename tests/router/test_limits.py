@@ -7,9 +7,9 @@ import socket
 import time
 
 import pytest
-from router_clients import eventually
 
 from router.preprocessing.requests import FAST_INLINE_BYTES, INLINE_OBJECTS
+from tests.router.router_clients import eventually
 
 MB = 1_000_000
 USER = b'{"role":"user","content":"x"}'

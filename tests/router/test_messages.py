@@ -6,9 +6,9 @@ import json
 
 import anthropic
 import pytest
-from scripted import HERMES, NOW, PARIS, WEATHER, Scripted
 
 from router.openai_types import MAX_ARGUMENT_BYTES
+from tests.router.scripted import HERMES, NOW, PARIS, WEATHER, Scripted
 
 TOOLS = [
     {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import eventually, make_pair, post
 
 from router.scaling.interface import ScaleAnswer
 from router.scaling.scaler import least_worth
+from tests.router.router_clients import eventually, make_pair, post
 
 KEY = {"authorization": "Bearer second"}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from router_clients import eventually, make_pair, post
 
 from protocol.speculation import SpeculativeConfig
 from tests.chromium import Visit, need_browser, open_browser
+from tests.router.router_clients import eventually, make_pair, post
 
 need_browser()
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import answer, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from router.dispatch import races
+from tests.router.router_clients import answer, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 NUM_TOKENS = 30
 FIELDS = {"prompt": "numbers 0 1 2 3 4 5", "max_tokens": NUM_TOKENS, "return_token_ids": True, "logprobs": 1}

@@ -9,13 +9,13 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-from router_clients import openai_client
-from scripted import HERMES, NOW, PARIS, WEATHER, Scripted
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.openai_types import MAX_ARGUMENT_BYTES
 from router.responses.store import ResponseStore, StoredResponse
+from tests.router.router_clients import openai_client
+from tests.router.scripted import HERMES, NOW, PARIS, WEATHER, Scripted
 
 TOOLS = [
     {

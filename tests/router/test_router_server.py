@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-from router_clients import openai_client
 
 from messaging.sockets import ClusterKeys
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.server import RouterServer
+from tests.router.router_clients import openai_client
 from tests.waiting import wait_until
 
 BODY = {"prompt": "the quick brown fox", "max_tokens": 3}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_worker import echo_script
-from router_clients import emitted, eventually, failure, is_idle, lose, post, said
 
 from protocol.outputs import TokenOutput
+from tests.router.fake_worker import echo_script
+from tests.router.router_clients import emitted, eventually, failure, is_idle, lose, post, said
 
 NUM_TOKENS = 40
 POINTS = ("as its prompt is computed", "as it is handed over", "as it decodes", "before its last token")

@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from fake_worker import echo_script
-from router_clients import BODY, emitted, eventually, is_idle, post
-from several import TwoRouters
 
 from deploy.slots import let_go, make_slots
 from protocol.config import ServeConfig
 from protocol.ids import router_of
 from protocol.worker_to_router import WorkerState
 from router.workers.registry import Registry
+from tests.router.fake_worker import echo_script
 from tests.router.placed import registration
+from tests.router.router_clients import BODY, emitted, eventually, is_idle, post
+from tests.router.several import TwoRouters
 
 
 def get(url: str) -> httpx.Response:

@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from router_clients import eventually
-
 from router.connection import HEAD_TIMEOUT_S, UNREAD_TIMEOUT_S
 from router.decoding import BODY_TIMEOUT_S
+from tests.router.router_clients import eventually
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 LONGEST_S = 60.0

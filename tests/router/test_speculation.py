@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import emitted, events_of, eventually, lose, openai_client, post
 
 from protocol.codec import encode
 from protocol.outputs import TokenOutput
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
 from protocol.worker_to_router import StepOutput
+from tests.router.router_clients import emitted, events_of, eventually, lose, openai_client, post
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 ZERO = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_worker
 import httpx
 import msgspec
 import pytest
-from conftest import byte_level_tokenizer
-from fake_worker import FakeWorker
-from router_clients import eventually
 
 from messaging.sockets import ClusterKeys
 from router.preprocessing.requests import FAST_INLINE_BYTES, INLINE_OBJECTS
+from tests.router import fake_worker
+from tests.router.conftest import byte_level_tokenizer
+from tests.router.fake_worker import FakeWorker
+from tests.router.router_clients import eventually
 
 MAX_STALL_S = 0.05
 MAX_BODY_BYTES = 1024 * 1024

@@ -7,10 +7,10 @@ import json
 import socket
 
 import httpx
-from router_clients import BODY, emitted, eventually, post
 
 from router.connection import DirectWriter, Outbox
 from router.requests.journal import Generation
+from tests.router.router_clients import BODY, emitted, eventually, post
 
 NUM_TOKENS = 400
 

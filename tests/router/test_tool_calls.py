@@ -8,11 +8,11 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
-from scripted import ASK, HERMES, NOW, PARIS, WEATHER, Scripted
 
 from router.parsing.formats import tool_format
 from router.parsing.reasoning import THINK
 from tests.router.parsing.test_parsing import in_form
+from tests.router.scripted import ASK, HERMES, NOW, PARIS, WEATHER, Scripted
 from tests.router.templates.test_chat_templates import source_of
 
 HARMONY = (

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import eventually, lose, make_pair, post
 
 from protocol.worker_to_router import PairState
+from tests.router.router_clients import eventually, lose, make_pair, post
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from math import inf
 from types import SimpleNamespace
 
 import pytest
-from router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
 from protocol.config import ServeConfig
 from protocol.requests import DraftPlan
@@ -19,6 +18,7 @@ from router.observe.metrics import Metrics
 from router.placement import drafts
 from router.placement.interface import WorkerSnapshot
 from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
+from tests.router.router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
 DRAFTS = SpeculativeConfig(method="draft_model", model="m")
 COSTLY_HERE = GPU_LIKE | {"level_s": 6e-3}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_worker import echo_script
-from router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
 from protocol.codec import encode
+from tests.router.fake_worker import echo_script
+from tests.router.router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
 pytestmark = pytest.mark.usefixtures("no_races")
 NUM_TOKENS = 40

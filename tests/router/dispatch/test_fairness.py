@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from router_clients import ask_and_leave, eventually, is_idle, lose, make_pair
 
 from protocol.costs import StepCosts
 from router.dispatch import placer
+from tests.router.router_clients import ask_and_leave, eventually, is_idle, lose, make_pair
 
 KEYS = ("first-key", "second-key")
 ROWS = 2

@@ -6,7 +6,17 @@ import time
 
 import msgspec
 import pytest
-from router_clients import answer, ask_and_leave, emitted, eventually, is_idle, lose, make_pair, post
+
+from tests.router.router_clients import (
+    answer,
+    ask_and_leave,
+    emitted,
+    eventually,
+    is_idle,
+    lose,
+    make_pair,
+    post,
+)
 
 pytestmark = pytest.mark.usefixtures("no_races")
 PROMPT = "naïve 🙂 日本語 text 👩‍👩‍👧 and more"

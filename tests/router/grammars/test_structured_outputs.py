@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from router_clients import eventually
 
 from protocol.config import ServeConfig
 from protocol.errors import InvalidRequestError
@@ -20,6 +19,7 @@ from router.grammars.structured_outputs import Grammar, GrammarRequest, grammar_
 from router.openai_types import CompletionBody
 from router.preprocessing.client import GrammarCompiler, Preprocessor
 from router.text.tokenizer import Tokenizer
+from tests.router.router_clients import eventually
 
 PERSON = {
     "type": "object",

@@ -10,7 +10,6 @@ import re
 import jsonschema
 import numpy as np
 import pytest
-from conftest import byte_level_tokenizer
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
@@ -22,6 +21,7 @@ from router.parsing import formats, tagged
 from router.parsing.formats import TOOL_FORMATS, Parsing
 from router.parsing.parameters import parameters_of
 from router.parsing.reasoning import GRANITE, HARMONY, THINK
+from tests.router.conftest import byte_level_tokenizer
 from tests.router.grammars.test_structured_outputs import grammar_of
 from tests.router.parsing.test_parsing import FORMS, TAGS, block, in_form, parsed
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from router_clients import emitted, eventually, is_idle, lose, post
+
+from tests.router.router_clients import emitted, eventually, is_idle, lose, post
 
 
 def of_requests(

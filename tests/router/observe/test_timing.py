@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 from protocol.outputs import RequestTiming, TransferTiming
 from protocol.sampling import SamplingParams
 from router.observe.timing import stages
 from router.requests.journal import Generation
 from router.text.choice import Choice, Prompt
+from tests.router.router_clients import BODY, emitted, events_of, eventually, is_idle, lose, make_pair, post
 
 STAGES = (
     *("queue_s", "placement_s", "earlier_s", "worker_queue_s", "prefill_s"),

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from router_clients import BODY, eventually, lose, make_pair, post
 
 import router.observe.tracing as tracing
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from tests.router.router_clients import BODY, eventually, lose, make_pair, post
 
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"

@@ -7,13 +7,13 @@ from math import inf
 
 import msgspec
 import pytest
-from router_clients import eventually, is_idle, lose
 
 from protocol.costs import StepCosts
 from router.placement.cluster import Cluster
 from router.placement.interface import Refusal, RequestFacts
 from router.placement.predict import PredictedMiss, refusal
 from tests.router.placed import decode, facts, placed, prefill
+from tests.router.router_clients import eventually, is_idle, lose
 
 HALF_SECOND_TOKENS = StepCosts(step_s=0.0, row_s=0.0, context_s=0.0, token_s=0.5, attention_s=0.0)
 FIELDS = {"prompt": [7] * 10, "max_tokens": 2}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from router_clients import eventually, post
 
 from router.scaling.interface import ScaleAnswer
+from tests.router.router_clients import eventually, post
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from math import exp, inf
 
 import msgspec
 import pytest
-from router_clients import eventually, post
 
 from protocol.costs import StepCosts
 from protocol.roles import WorkerRange
@@ -27,6 +26,7 @@ from router.scaling.decide import (
 )
 from router.scaling.interface import ScaleAnswer
 from router.workers.assignment import Assignment, DemandMeter, RoleDemand
+from tests.router.router_clients import eventually, post
 
 COSTS = StepCosts(step_s=0.01, row_s=0.001, context_s=0.0, token_s=0.001)
 
