@@ -75,7 +75,7 @@ def _bare_head(with_logs: bool) -> Iterator[list[Any]]:
 
     made: list[Any] = []
 
-    class BareHead(node.Node):  # type: ignore[misc]
+    class BareHead(node.Node):
         def __init__(self, *args: Any, **options: Any) -> None:
             made.append(self)
             super().__init__(*args, **options)

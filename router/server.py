@@ -272,7 +272,7 @@ class _Uvicorn(uvicorn.Server):
         config, state = self.config, self.lifespan.state
 
         def protocol() -> asyncio.Protocol:
-            return config.http_protocol_class(config=config, server_state=self.server_state, app_state=state)  # type: ignore[call-arg, no-any-return]
+            return config.http_protocol_class(config=config, server_state=self.server_state, app_state=state)  # type: ignore[call-arg]
 
         loop = asyncio.get_running_loop()
         limit = HEAD_TIMEOUT_S if self._tls is not None else None

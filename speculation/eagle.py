@@ -168,10 +168,10 @@ def head_program(
         is_gated=True,
     )
     num_logits = lm_head.out_features
-    multipliers = None if scale == 1 else torch.full((num_logits,), scale)  # type: ignore[arg-type]
+    multipliers = None if scale == 1 else torch.full((num_logits,), scale)
     return ModelProgram(
         name="draft head",
-        embeddings=embedding.weight,  # type: ignore[arg-type]
+        embeddings=embedding.weight,
         layers=(Layer((mixer,), None, norm(layer.post_attention_layernorm), made),),
         final_norm=norm(head.norm) if shape.is_eagle3 else None,
         head=Product((lm_head,), multipliers=multipliers),

@@ -100,7 +100,7 @@ class MadeUpModel:
         tokens = 2 * BLOCK_SIZE + max(max_num_seqs * (context + BLOCK_SIZE), self._max_len)
         config = ServeConfig(
             model=str(self._folder),
-            device=self.device.type,  # type: ignore[arg-type]
+            device=self.device.type,
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             kv_cache_memory_bytes=tokens * self.costs.kv_bytes,

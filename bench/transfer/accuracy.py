@@ -152,7 +152,7 @@ def agreement(reference: list[Continuation], other: list[Continuation]) -> Agree
 def int8(repeats: int) -> Iterator[TransferRow]:
     """Measure int8 on the wire once, because every run has the same figures."""
     for dtype in ("bfloat16", "float32"):
-        model = Handoffs(dtype)  # type: ignore[arg-type]
+        model = Handoffs(dtype)
         if dtype == "bfloat16":
             share = block_bytes(Quantizer(model.segments, "int8").wire) / model.block_bytes
             yield TransferRow(what="int8 on the wire, bytes", value=share, at_most=0.53, baseline="bfloat16")

@@ -67,7 +67,7 @@ def _over_tcp(kv: bytearray, handoffs: Handoffs, repeats: int) -> TransferRow:
                     ["tcp"],
                     size,
                     num_blocks,
-                    start=lambda *each, codec=codec: ProcessObject(  # type: ignore[misc]
+                    start=lambda *each, codec=codec: ProcessObject(
                         *each, TransportOptions(wire_codec=codec), segments
                     ),
                 )

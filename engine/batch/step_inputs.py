@@ -201,7 +201,7 @@ def step_inputs(
     step_tensors, tables = uploaded[: 3 + len(arrays)], uploaded[3 + len(arrays) :]
     of_rows = None if adapters is None else tables.pop(0)
     metadata = AttentionMetadata(
-        **dict(zip(arrays, step_tensors[3:], strict=True)),  # type: ignore[arg-type]
+        **dict(zip(arrays, step_tensors[3:], strict=True)),
         max_query_len=max(int(counts.max(initial=0)), least.rows_each),
         max_context_len=max(longest, least.blocks * block_size),
         query_lens=counts.tolist(),

@@ -188,7 +188,7 @@ class _Describer:
 
     def _product(self, number: int, layer: nn.Module, paths: Sequence[str]) -> Product:
         linears = tuple(map(layer.get_submodule, paths))
-        factors = [torch.ones(linear.out_features) for linear in linears]  # type: ignore[arg-type]
+        factors = [torch.ones(linear.out_features) for linear in linears]
         for values, path in zip(factors, paths, strict=True):
             if path in self._family.output_multipliers:
                 multiplier = attrgetter(self._family.output_multipliers[path])(layer)

@@ -152,7 +152,7 @@ class Leader:
         def move(state_slot: int, first: int, places: Sequence[int]) -> None:
             self.call("move_inputs", state_slot, first, [*places])
 
-        states.on_load, states.on_move = load, move  # type: ignore[method-assign]
+        states.on_load, states.on_move = load, move
 
     def _hold(self, pool: LeadingPool, device: torch.device, patience_s: float) -> None:
         """Map the other ranks' pools. Waits up to `patience_s` for each, since they load the model first."""

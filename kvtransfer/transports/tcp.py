@@ -300,7 +300,7 @@ class TlsChannel(Channel):
             return count
         while True:
             try:
-                return int(self._tls.read(len(target), target))  # type: ignore[arg-type, call-overload]
+                return int(self._tls.read(len(target), target))
             except ssl.SSLWantReadError:
                 self._flush()
                 if not self._feed():

@@ -65,7 +65,7 @@ class ModelLearner:
         total = 0.0
         for micro in micros:
             loss = self._loss(micro) / len(micros)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self._take_gradients()
             total += loss.item()
         return total

@@ -170,7 +170,7 @@ class HeadLearner:
         places = self._windows[step]
         token_ids = self._tokens[places].long().to(self._device)
         loss = self._head.loss(token_ids, self._hidden[places].to(self._device))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.item()
 
     def updated(self) -> None:

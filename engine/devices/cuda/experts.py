@@ -203,10 +203,10 @@ class RoutedTiles(Routed, Tiled):
         layers = list(linears)
         quantized = [each.quantized for each in layers if isinstance(each, QuantizedLinear)]
         if quantized and all(map(fits, quantized)):
-            parts = [TiledLinear.quantized(each.quantized, each.bias) for each in layers]  # type: ignore[arg-type,union-attr]
+            parts = [TiledLinear.quantized(each.quantized, each.bias) for each in layers]
         else:
             plain = [each.plain(dtype) if isinstance(each, QuantizedLinear) else each for each in layers]
-            parts = [TiledLinear.plain(each.weight.detach(), each.bias) for each in plain]  # type: ignore[arg-type,union-attr]
+            parts = [TiledLinear.plain(each.weight.detach(), each.bias) for each in plain]
         there = (name for name in TENSORS if getattr(parts[0], name) is not None)
         stacked = {name: torch.stack([getattr(part, name) for part in parts]) for name in there}
         return cls(parts[0].format, parts[0].depth, **stacked)

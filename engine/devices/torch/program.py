@@ -181,7 +181,7 @@ class TorchProgram(nn.Module, Operations[_Turns]):
         return self._attend_rows(query, key, value, mixer.layer, mixer.scale, mixer.window, 0.0, mixer.sinks)
 
     def attend_latents(self, mixer: LatentAttention, made: Tensor, rows: _Turns) -> Tensor:
-        _, latent, own = mixer.to_latent.weight.shape  # type: ignore[union-attr,misc]
+        _, latent, own = mixer.to_latent.weight.shape
         shared = mixer.head_dim - own
         queries, latents, keys = made.split([made.shape[-1] - latent - shared, latent, shared], dim=-1)
         if mixer.queries is not None:

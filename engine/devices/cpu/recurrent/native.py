@@ -61,7 +61,7 @@ def layer_state_slots(state_slots: StateSlots) -> ctypes.Array[LayerStateSlotsAr
     is_bf16 = state_slots.layout.dtype is torch.bfloat16
     described = []
     for layer, of in zip(state_slots.layout.layers, state_slots.layers, strict=True):
-        parts = LayerStateSlots(*(SlotArrayArgs(part.data_ptr(), _step(part)) for part in of))  # type: ignore[arg-type]
+        parts = LayerStateSlots(*(SlotArrayArgs(part.data_ptr(), _step(part)) for part in of))
         sizes = layer.num_heads, layer.num_key_heads, layer.key_dim, layer.value_dim, layer.decay_dim
         described.append(LayerStateSlotsArgs(*parts, layer.channels, layer.taps, is_bf16, *sizes))
     return (LayerStateSlotsArgs * len(described))(*described)
