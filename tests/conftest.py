@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from multiprocessing import forkserver
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -41,15 +41,17 @@ def pytest_configure_node(node: WorkerController) -> None:
         return
     forkserver.set_forkserver_preload(["tests.forked"])
     forkserver.ensure_running()
-    node.workerinput["fork_server"] = forkserver._forkserver._forkserver_address
+    server: Any = forkserver._forkserver
+    node.workerinput["fork_server"] = server._forkserver_address
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     plugin.register(config)
-    if "fork_server" in getattr(config, "workerinput", {}):
-        server = forkserver._forkserver
-        server._forkserver_address = config.workerinput["fork_server"]
+    from_host: dict[str, Any] = getattr(config, "workerinput", {})
+    if "fork_server" in from_host:
+        server: Any = forkserver._forkserver
+        server._forkserver_address = from_host["fork_server"]
         # it ends with the process that started it
         server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
         server.ensure_running = lambda: None

@@ -12,6 +12,7 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 import torch
@@ -54,7 +55,7 @@ def try_out() -> None:
     assert threading.active_count() == 1, "a fork takes one thread along"
 
 
-def run(process: BaseProcess) -> None:
+def run(process: Any) -> None:
     """Run a process and return its output to the test that started it."""
     for output in (1, 2):
         with contextlib.suppress(OSError):
@@ -76,7 +77,7 @@ def collapse() -> None:
                 madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
-ForkServerProcess.run = run  # type: ignore[method-assign]
+ForkServerProcess.run = run
 try_out()
 gc.collect()
 gc.freeze()  # or each forked process would copy it all at its first garbage collection

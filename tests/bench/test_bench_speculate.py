@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from click.testing import Result
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from bench.cli import app
 from bench.speculate.engines import EngineRun, Engines
@@ -162,7 +161,7 @@ def test_a_run_keeps_its_concurrency_and_measures_its_own_time(monkeypatch: pyte
             )
             for index in range(4)
         ]
-        runs[name] = EngineRun(Stepping(log, name), requests, CASE)  # type: ignore[arg-type]
+        runs[name] = EngineRun(Stepping(log, name), requests, CASE)
     running = [*runs.values()]
     while running:
         running = [run for run in running if run.take_turn(1.0)]

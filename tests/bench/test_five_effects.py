@@ -37,7 +37,7 @@ def made(repeats: int, spread: float, seed: int = 0) -> dict[TechniqueSet, list[
 
 
 def known(effect: Effect) -> float:
-    return MAIN[effect.factors[0]] if len(effect.factors) == 1 else TOGETHER.get(effect.factors, 1.0)  # type: ignore[call-overload]
+    return MAIN[effect.factors[0]] if len(effect.factors) == 1 else TOGETHER.get(effect.factors, 1.0)
 
 
 def test_known_effects_are_found() -> None:

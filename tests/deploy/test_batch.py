@@ -33,6 +33,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         server = self.server
+        assert isinstance(server, Server)
         server.seen[body["prompt"]] += 1
         server.bodies.append(body)
         server.keys.add(self.headers.get("authorization"))

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 from tests.deploy.server_process import ANSWER_S, ServerProcess, read_events

@@ -80,7 +80,7 @@ class Pool:
         router = self._pool._routers[index]
         router.control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pool._selector.register(router.control, 1, router)
-        router.process = SimpleNamespace(kill=lambda: None, wait=lambda: None)  # type: ignore[assignment]
+        router.process = SimpleNamespace(kill=lambda: None, wait=lambda: None)
         end.setblocking(False)
         return end
 

@@ -20,8 +20,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from bench.shapes.tokenizer import save_tokenizer
 from deploy.cli import app

@@ -25,7 +25,7 @@ class Started:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://[::1]:8443"])
 def test_the_last_line_names_the_api_and_the_playground(url: str) -> None:
-    last = announcement(ServeConfig(), Started(), url, GenerationDefaults()).splitlines()[-1]  # type: ignore[arg-type]
+    last = announcement(ServeConfig(), Started(), url, GenerationDefaults()).splitlines()[-1]
     assert last.startswith(f"Listening on {url} ") and f" {url}/," in last
 
 

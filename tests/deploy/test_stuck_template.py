@@ -174,7 +174,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watch = ProcessWatch(os.getpid())
         self.state, self.core_s, self._now = psutil.STATUS_RUNNING, 0.0, 0.0
-        self.watch._process = SimpleNamespace(  # type: ignore[assignment]
+        self.watch._process = SimpleNamespace(
             pid=1, oneshot=nullcontext, status=lambda: self.state, cpu_times=lambda: (self.core_s, 0, 0, 0, 0)
         )
         self.watch._looked_at = 0.0

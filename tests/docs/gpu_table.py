@@ -243,7 +243,7 @@ def compiled_between(name: str, capability: int) -> Code:
     rows = KvRows(torch.bfloat16, quantization)
     layer = LayerKv.of_sides(*(stored(rows, 8, 128) for _ in range(2)))
     metadata = four_decode_rows()
-    inputs = StepInputs(*(meta(4, dtype=torch.int64) for _ in range(3)), metadata)
+    inputs = inputs_of(4, metadata)
     with torch.inference_mode(), launches(capability) as kernels:
         attention = backend.TritonBackend([layer], rows=rows)
         attention.begin_step(metadata)
@@ -335,7 +335,13 @@ def tree_inputs(count: int) -> StepInputs:
         visible=meta(count, dtype=torch.int64),
         tree_start=meta(4),
     )
-    return StepInputs(*(meta(count, dtype=torch.int64) for _ in range(3)), metadata)
+    return inputs_of(count, metadata)
+
+
+def inputs_of(count: int, metadata: AttentionMetadata) -> StepInputs:
+    """Return the inputs of `count` rows."""
+    token_ids, positions, logit_rows = (meta(count, dtype=torch.int64) for _ in range(3))
+    return StepInputs(token_ids, positions, logit_rows, metadata)
 
 
 def compiled_adapters(name: str, capability: int) -> Code:
@@ -355,7 +361,7 @@ def compiled_latents(name: str, capability: int) -> Code:
     halves = {"dtype": torch.bfloat16}
     keys = stored(KvRows(torch.bfloat16, "none"), 1, 576).values
     metadata = four_decode_rows()
-    inputs = StepInputs(*(meta(64, dtype=torch.int64) for _ in range(3)), metadata)
+    inputs = inputs_of(64, metadata)
     absorbed = Absorbed(meta(128 * 256, 512, **halves), 128, 128)
     norms = [Norm(meta(size, **halves), 1e-6) for size in (1536, 512)]
     mixer = LatentAttention(
@@ -394,8 +400,8 @@ def compiled_recurrent(name: str, capability: int) -> Code:
             inputs, weight = meta(12, channels, **halves), meta(channels, 4, **halves)
             recurrent.causal_conv(0, inputs, weight, None)
         elif kernel_name == "scan":
-            rows = [meta(12, size, **floats) for size in (key_dim, key_dim, heads, heads)]
-            recurrent.selective_scan(0, *rows, meta(heads, key_dim, **floats))
+            query, key, value, times = (meta(12, n, **floats) for n in (key_dim, key_dim, heads, heads))
+            recurrent.selective_scan(0, query, key, value, times, meta(heads, key_dim, **floats))
         elif kernel_name == "keep":
             sizes = (
                 (key_heads, key_dim),

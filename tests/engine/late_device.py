@@ -174,7 +174,7 @@ def put_on_late_device(engine: Engine, *, ahead: bool) -> LateDevice:
     runner: Any = LateRunner(engine._runner, engine.vocab_size, device, state_slots)
     sampler: Any = LateSampler(engine._sampler, device)
     copy = held.copy_block
-    held.copy_block = lambda *args: device.put(lambda: copy(*args))  # type: ignore[method-assign]
+    held.copy_block = lambda *args: device.put(lambda: copy(*args))
     engine._sampler = sampler
     engine._launcher = StepLauncher(runner, sampler, engine.scheduler, engine._speculator, runs_ahead=ahead)
     engine.sequences.sampler, engine.sequences.launcher = sampler, engine._launcher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -61,7 +62,7 @@ class Text:
 
 
 def served(
-    kind: type[StepOperators],
+    kind: Callable[[StateSlots], StepOperators],
     texts: list[Text],
     rng: random.Random | None,
     device: torch.device = CPU,
@@ -92,7 +93,7 @@ def served(
 
 
 def served_ahead(
-    kind: type[StepOperators], text: Text, rng: random.Random, device: torch.device = CPU
+    kind: Callable[[StateSlots], StepOperators], text: Text, rng: random.Random, device: torch.device = CPU
 ) -> tuple[Tensor, Tensor]:
     """Return the same as `served` for a prompt, then row by row, some of which run before they are committed.
     At a grid point the whole window lies behind the state.
@@ -142,7 +143,7 @@ def token_by_token(text: Text) -> tuple[Tensor, Tensor]:
 
 
 def drafted(
-    kind: type[StepOperators],
+    kind: Callable[[StateSlots], StepOperators],
     text: Text,
     whole: tuple[Tensor, Tensor],
     rng: random.Random,

@@ -59,4 +59,5 @@ class DescriptorCarrier:
             named, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 1)
             if not named:
                 return
-            self.inboxes.put(*json.loads(named), MemoryFile(descriptors[0]))
+            inbox_id, number = json.loads(named)
+            self.inboxes.put(inbox_id, number, MemoryFile(descriptors[0]))

@@ -25,6 +25,7 @@ from kvtransfer.receiver import Receiver
 from kvtransfer.sender import Sender
 from kvtransfer.transports.registry import TransportOptions, open_transports
 from kvtransfer.transports.transport import Transport
+from kvtransfer.transports.ucx import UcxTransport
 from messaging.files import TlsFiles
 from protocol.handoff import Extent
 from protocol.ids import PeerAddress, new_incarnation
@@ -373,7 +374,7 @@ class ReceiverEnd(End):
         table = self.receiver._leases
         if table._leases or table._closing or any(leased.any() for leased in table._leased):
             found.append(f"the receiver holds leases {[*table._leases, *table._closing]}")
-        if any(len(wire._orphans) for wire in self.wires if wire.name == "ucx"):
+        if any(len(wire._orphans) for wire in self.wires if isinstance(wire, UcxTransport)):
             found.append("a read was given up and is not over")
         return found
 
@@ -419,7 +420,7 @@ class Process:
     def __init__(self, num_blocks: int, block_bytes: int, report: Connection) -> None:
         self._log: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
         handler = logging.Handler()
-        handler.emit = lambda record: self._log.append(  # type: ignore[method-assign]
+        handler.emit = lambda record: self._log.append(
             f"{record.relativeCreated:.0f} {record.threadName}: {logging.Formatter().format(record)}"
         )
         logging.basicConfig(level=logging.DEBUG, handlers=[handler], force=True)
@@ -486,7 +487,7 @@ def _pin(wire: Transport, address: str) -> None:
             return listener, "{}:{}".format(*listener.getsockname())
         return listener, address
 
-    wire.listen = listen  # type: ignore[method-assign]
+    wire.listen = listen
 
 
 def serve(

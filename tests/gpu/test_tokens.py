@@ -38,7 +38,7 @@ def engine_of(folder: Path, **changes: Any) -> Engine:
     config = ServeConfig(
         model=str(folder),
         dtype="float32",
-        device=DEVICE,  # type: ignore[arg-type]
+        device=DEVICE,
         max_model_len=256,
         max_num_batched_tokens=CHUNK,
         max_num_seqs=16,
@@ -72,7 +72,7 @@ def steps_ahead_of(engine: Engine) -> list[bool]:
         launched.append(engine._launcher.is_ahead)
         return verdicts(step)
 
-    engine._launcher.verdicts = note  # type: ignore[method-assign]
+    engine._launcher.verdicts = note
     return launched
 
 

@@ -30,7 +30,7 @@ class Side(CarrierActor):
         pool = make_pool(num_blocks, block_bytes, seed)
         wire = TransportOptions(carrier=self.carrier)
         kind = SenderEnd if role == "sender" else ReceiverEnd
-        self.end = kind(["object_store"], pool, wire, **options)  # type: ignore[operator]
+        self.end = kind(["object_store"], pool, wire, **options)
         return None if role == "sender" else self.end.peer
 
     def apply(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -416,7 +416,7 @@ def test_a_word_is_zero_for_a_second_release_too() -> None:
         assert finish.wait(5)
         write(value)
 
-    word.write = slow  # type: ignore[method-assign]
+    word.write = slow
     first = threading.Thread(target=word.release)
     first.start()
     assert begun.wait(5)

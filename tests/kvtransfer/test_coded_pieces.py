@@ -290,9 +290,11 @@ def test_a_peers_bad_slices(closing: Closing, payload: bytes, ack: Ack | None) -
 )
 def test_the_choice(monkeypatch: pytest.MonkeyPatch, plain_s: float, coded_s: float, share: float) -> None:
     """Encoding takes 0.5 s/GB and leaves 0.7; a piece has 1 MiB."""
-    monkeypatch.setattr(
-        WireCoding, "_try", lambda self, *_: vars(self).update(_ratio=0.7, _encoding_s=0.5e-9)
-    )
+
+    def measure(coding: WireCoding, *_: object) -> None:
+        coding._ratio, coding._encoding_s = 0.7, 0.5e-9
+
+    monkeypatch.setattr(WireCoding, "_try", measure)
     now = 0.0
     monkeypatch.setattr(coding.time, "monotonic", lambda: now)
     choice, chosen = WireCoding(MEASURED_BYTES), []

@@ -149,7 +149,7 @@ def test_a_pool_in_rows_only_takes_blocks_in_rows(name: str) -> None:
 @given(st.integers(1, 40), st.integers(0, 200))
 def test_tokens_in_blocks(block_size: int, num_tokens: int) -> None:
     positions = np.arange(210)
-    counted = [len(range(p * block_size, min((p + 1) * block_size, num_tokens))) for p in positions]
+    counted = [len(range(p * block_size, min((p + 1) * block_size, num_tokens))) for p in positions.tolist()]
     assert tokens_in_blocks(positions, block_size, num_tokens).tolist() == counted
 
 

@@ -20,7 +20,14 @@ from kvtransfer.blocks.extents import PART_BYTES
 from kvtransfer.interface import Completed, Failed, Progress, TransferError
 from kvtransfer.lease import WriteGate
 from kvtransfer.messages import GOOD, Channel
-from kvtransfer.transports.object_store import Inbox, Inboxes, ObjectReader, aligned, copy
+from kvtransfer.transports.object_store import (
+    Inbox,
+    Inboxes,
+    ObjectReader,
+    ObjectStoreTransport,
+    aligned,
+    copy,
+)
 from kvtransfer.transports.registry import open_transports
 from kvtransfer.transports.transport import MAX_IN_FLIGHT
 from messaging.wake import Wake
@@ -177,7 +184,7 @@ def test_an_object_of_another_size_than_its_piece_is_refused(nbytes: int) -> Non
     wake, pool = Wake(), make_pool(4, BLOCK_BYTES, 1)
     before = bytes(pool.buffer)
     carrier = SimpleNamespace(inboxes=Inboxes(), get=lambda reference, timeout_s: [memoryview(reference)])
-    reader = ObjectReader(carrier, Channel(ours, wake, PROMPT_S), pool)  # type: ignore[arg-type]
+    reader = ObjectReader(carrier, Channel(ours, wake, PROMPT_S), pool)
     theirs.send(GOOD)
     carrier.inboxes.put(reader.inbox.inbox_id, 0, bytes(nbytes))
     with pytest.raises(ProtocolError, match="another size"):
@@ -261,6 +268,7 @@ def test_a_sender_that_closes_midway_leaves_no_object(make: Make) -> None:
 def rename_carrier(end: ReceiverEnd, address: str) -> str:
     """Change the carrier's address. Return the old one."""
     (wire,) = end.wires
+    assert isinstance(wire, ObjectStoreTransport)
     before, wire._carrier.address = wire._carrier.address, address
     return before
 

@@ -163,7 +163,8 @@ def test_exactly_the_range_is_copied(way: str, block_bytes: int) -> None:
 
 def test_nothing_to_copy(way: str) -> None:
     target = np.zeros(8, dtype=np.uint8)
-    Gather(memoryview(np.ones(8, dtype=np.uint8)), memoryview(target), 4).copy(*NO_BLOCKS, 0, 0)
+    none = NO_BLOCKS[0]
+    Gather(memoryview(np.ones(8, dtype=np.uint8)), memoryview(target), 4).copy(none, none, 0, 0)
     assert not target.any()
 
 
@@ -288,7 +289,7 @@ def test_errors_of_one_read_do_not_affect_others() -> None:
             raise OSError("NIXL: no such peer")
         return transfer in over
 
-    orphans = OrphanedReads(SimpleNamespace(poll=poll))  # type: ignore[arg-type]
+    orphans = OrphanedReads(SimpleNamespace(poll=poll))
     released: list[str] = []
     for transfer, name in ((failing, "failing"), (unreleasable, "unreleasable"), (good, "good")):
         held = ExitStack()

@@ -176,7 +176,7 @@ class Receiver(Sender):
         from kvtransfer.lease import WriteGate
         from tests.kvtransfer.test_leases import runs as on_the_wire
 
-        blocks = from_wire(on_the_wire(*runs), 2**31, 2**31)
+        sources, targets = from_wire(on_the_wire(*runs), 2**31, 2**31)
         gate = self.gate
         if not gated:
             gate = WriteGate()
@@ -185,9 +185,9 @@ class Receiver(Sender):
         def read() -> None:
             started = time.monotonic()
             try:
-                outcome: Any = self.reader.read(*blocks, gate)
+                outcome: Any = self.reader.read(sources, targets, gate)
                 while repeat and outcome is True:
-                    outcome = self.reader.read(*blocks, gate)
+                    outcome = self.reader.read(sources, targets, gate)
             except Exception as error:
                 outcome = error
             self.outcome = outcome, time.monotonic() - started

@@ -70,7 +70,7 @@ def test_a_schedule_fills_the_memory_as_its_page_says() -> None:
         policy, *cells = line.split()
         if policy in ("static", "continuous", "paged"):
             waiting = paged_scheduler.make_requests(requests)
-            report = paged_scheduler.serve(Still(), waiting, policy, num_blocks=128)  # type: ignore[arg-type]
+            report = paged_scheduler.serve(Still(), waiting, policy, num_blocks=128)
             shares = (f"{share:.0%}" for share in (report.mean_taken, report.mean_filled))
             counts = (str(report.steps), f"{report.mean_running:.1f}", *shares, str(report.preemptions))
             assert tuple(cells[1:6]) == counts, policy

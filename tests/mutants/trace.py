@@ -27,7 +27,7 @@ class Trace:
 
     def end(self) -> None:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
     def take(self) -> tuple[dict[str, list[int]], bool]:
         """Return the lines that ran since the last call, and whether processes were started."""
@@ -68,4 +68,4 @@ class Trace:
             self._starts = True
             start(process)
 
-        BaseProcess.start = noticed  # type: ignore
+        BaseProcess.start = noticed

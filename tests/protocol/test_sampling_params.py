@@ -1,6 +1,7 @@
 """Every sampling parameter out of range is refused by name."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ def check(**params) -> None:
     check_sampling_params(SamplingParams(**{"max_tokens": 16, **params}), VOCAB_SIZE, MAX_LOGPROBS)
 
 
-BAD = {
+BAD: dict[str, list[Any]] = {
     "temperature": [-0.1, 100.1, math.nan, math.inf],
     "top_p": [0.0, 1.01, -1.0, math.nan],
     "top_k": [-2],
@@ -47,7 +48,7 @@ def test_out_of_range_is_refused_by_name(name):
         assert caught.value.field == field
 
 
-GOOD = {
+GOOD: dict[str, list[Any]] = {
     "temperature": [0.0, 100.0],
     "top_p": [1.0, 1e-9],
     "top_k": [-1, 0, 10**6],

@@ -151,7 +151,7 @@ def test_a_model_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest
     assert model("mine") == model("./mine") == str(tmp_path / "mine")
     assert model("tandem-code-1m") == str(DRAFT)
     assert model("someone/tandem-code-1m") == "someone/tandem-code-1m", "a name on the hub"
-    assert model(os.path.relpath(DRAFT)).startswith("/")  # type: ignore[union-attr]
+    assert model(os.path.relpath(DRAFT)).startswith("/")
     (tmp_path / "tandem-code-1m").mkdir()
     assert model("tandem-code-1m") == str(tmp_path / "tandem-code-1m"), "what lies here comes first"
     for missing in ("./none", "/no/such/folder", "~/no such folder"):

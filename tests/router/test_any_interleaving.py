@@ -103,7 +103,7 @@ class MiniWorker:
         )
 
     def fail(self, request_id: str, kind: str) -> None:
-        self.say(TokenOutput(request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind))  # type: ignore[arg-type]
+        self.say(TokenOutput(request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind))
 
     def state(self) -> WorkerState:
         return WorkerState(worker_id=self.worker_id, incarnation=self.incarnation, role=self.role)
@@ -117,7 +117,7 @@ class World:
             mock.patch("router.state.WorkerLink", return_value=link),
             mock.patch("router.state.Tokenizer.load"),
         ):
-            self.state = RouterState(config, None)  # type: ignore[arg-type]
+            self.state = RouterState(config, None)
         self.state.registry.expected = {worker_id: worker_id.partition("-")[0] for worker_id in IDS}
         self.loop = asyncio.new_event_loop()
         self.workers: dict[str, MiniWorker] = {}
@@ -239,7 +239,7 @@ class World:
                 incarnation=worker.incarnation,
                 request_id=job.message.request.request_id,
                 decode_incarnation=job.message.decode.incarnation,
-                error_kind=refusal or "worker_lost",  # type: ignore[arg-type]
+                error_kind=refusal or "worker_lost",
                 reason="it did not work",
             )
         )
@@ -340,7 +340,7 @@ class Interleaving(RuleBasedStateMachine):
     def arrive(self, prompt: int, tokens: int, n: int) -> None:
         world, now = self.world, time.monotonic()
         choices = [
-            (Choice(index, Prompt([prompt] * 20), _NoText()), SamplingParams(max_tokens=tokens))  # type: ignore[arg-type]
+            (Choice(index, Prompt([prompt] * 20), _NoText()), SamplingParams(max_tokens=tokens))
             for index in range(n)
         ]
         generation = Generation(choices, arrival=now, timeout_s=600.0)
@@ -508,7 +508,7 @@ def test_any_interleaving(policy: str) -> None:
 
 def test_a_silent_request_is_asked_for_once_in_a_while():
     world = World("least_loaded")
-    choice = Choice(0, Prompt([1] * 20), _NoText())  # type: ignore[arg-type]
+    choice = Choice(0, Prompt([1] * 20), _NoText())
     choices = [(choice, SamplingParams(max_tokens=5))]
     generation = Generation(choices, arrival=time.monotonic(), timeout_s=600.0)
     world.run(lambda: world.state.dispatcher.start(generation))

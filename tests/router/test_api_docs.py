@@ -26,7 +26,7 @@ BASES = (
     openai_types.PoolingBody,
     openai_types._SamplingFields,
 )
-BODIES = [
+BODIES: list[type[msgspec.Struct]] = [
     *(EmbeddingBody, RerankBody, ScoreBody),
     *(
         each

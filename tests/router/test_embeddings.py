@@ -17,7 +17,7 @@ TEXTS = ["the quick brown fox", "a lazy dog", "numbers 0 1 2"]
 def embedder(model_folder):
     config = ServeConfig(model=str(model_folder), port=0, placement="least_loaded", enable_embeddings=True)
     router = RunningRouter(config)
-    router.worker = router.add_worker()
+    router.add_worker()
     yield router
     router.close()
 
@@ -51,7 +51,7 @@ def test_texts_and_tokens(embedder, client, encoding):
             assert each.embedding == pytest.approx(vector(ids(embedder, text)), abs=1e-6)
         num_tokens = sum(len(ids(embedder, text)) for text in TEXTS)
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (num_tokens, num_tokens)
-    sampling = embedder.worker.generated[-1].sampling
+    sampling = embedder.workers[0].generated[-1].sampling
     assert sampling.embeds and sampling.max_tokens == 1
 
 

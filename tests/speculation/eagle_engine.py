@@ -78,7 +78,7 @@ class Watched:
         if drafter.kv_group is not None:
             self.engine.pool.segment("draft").fill_(1e3)  # unwritten KV must never be read
         self._propose = drafter.propose
-        drafter.propose = self.propose  # type: ignore[method-assign]
+        drafter.propose = self.propose
 
     def propose(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Draft | None]:
         drafts = self._propose(sequences, counts)

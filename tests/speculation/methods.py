@@ -125,8 +125,8 @@ def write_heads(
     block = dflash(types, width=model.config.hidden_size, captured=captured, ids=ids)
     block.write(folder / "dflash")
     mtp = write_head(target, folder / "mtp")
-    heads = (folder / name for name in ("eagle", "medusa", "dflash"))
-    return Given(config, draft, *heads, mtp, answers={}, num_tokens=5)
+    eagle_head, medusa, block_head = (folder / name for name in ("eagle", "medusa", "dflash"))
+    return Given(config, draft, eagle_head, medusa, block_head, mtp, answers={}, num_tokens=5)
 
 
 SEGMENTS = {"draft_model": 2.0, "eagle": 1.25, "mtp": 1.5, "dflash": 2.0}

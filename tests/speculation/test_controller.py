@@ -35,7 +35,7 @@ def fixed_rates(
     numbers = (0, profile.whole) if profile.whole else (0, 2, min(6, profile.max_tokens))
     rates = []
     for fixed in numbers:
-        server = SimulatedServer(patch, num_requests, profile, fixed=fixed, **options)  # type: ignore[arg-type]
+        server = SimulatedServer(patch, num_requests, profile, fixed=fixed, **options)
         server.run(SECONDS[num_requests] / 2)
         rates.append(server.run(SECONDS[num_requests]))
     return rates
@@ -43,7 +43,7 @@ def fixed_rates(
 
 def auto_rate(patch: pytest.MonkeyPatch, num_requests: int, profile: Profile, **options: object) -> float:
     """Return the tokens per second with "auto" over the same time."""
-    server = SimulatedServer(patch, num_requests, profile, **options)  # type: ignore[arg-type]
+    server = SimulatedServer(patch, num_requests, profile, **options)
     server.run(SECONDS[num_requests] / 2)
     return server.run(SECONDS[num_requests])
 
@@ -113,8 +113,8 @@ def test_drafts_that_never_pay_cost_little(
 ) -> None:
     """The cost of trials, of prompts read for them, and of plans together."""
     options = {"rate": lambda number, place: 0.05, "output_tokens": 128}
-    plain = SimulatedServer(monkeypatch, num_requests, profile, fixed=0, **options)  # type: ignore[arg-type]
-    auto = SimulatedServer(monkeypatch, num_requests, profile, **options)  # type: ignore[arg-type]
+    plain = SimulatedServer(monkeypatch, num_requests, profile, fixed=0, **options)
+    auto = SimulatedServer(monkeypatch, num_requests, profile, **options)
     auto.run(1.0)
     assert auto.run(6.0) >= 0.98 * plain.run(6.0)
 

@@ -70,7 +70,7 @@ class Steps:
         self.count = 0
         self._begin, speculator = begin, watched.engine._speculator
         assert speculator is not None
-        self._prepare, speculator.prepare = speculator.prepare, self.prepare  # type: ignore[method-assign]
+        self._prepare, speculator.prepare = speculator.prepare, self.prepare
 
     def prepare(self, step: ScheduledStep, num_active: int, make_room: MakeRoom) -> bool:
         self.count += 1

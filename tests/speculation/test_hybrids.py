@@ -245,7 +245,7 @@ def test_hybrids_in_the_native_decoder_draft_for_each_other(tmp_path: Path, tree
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ServeConfig, Path, Answers]]:
     """Return a hybrid and a pure target, the hybrid that drafts for both, and the answers without drafts."""
     folder = tmp_path_factory.mktemp("drafts")
-    made = {}
+    made: dict[str, tuple[ServeConfig, Path, Answers]] = {}
     for name in ("qwen3_5_text", "llama"):
         write_model(name, folder / name)
         limits = {"max_model_len": 160, "max_num_batched_tokens": 512, "itl_budget": 0.0}
@@ -266,7 +266,7 @@ def recorded(engine: Engine, num_tokens: int) -> Iterator[Proposals]:
     found: Proposals = {}
 
     def recording(sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
-        drafted = DraftModel.propose(draft_model, sequences, counts)  # type: ignore[arg-type]
+        drafted = DraftModel.propose(draft_model, sequences, counts)
         for sequence, draft, count in zip(sequences, drafted, counts, strict=True):
             if draft is not None and count == num_tokens:
                 found[(*sequence.token_ids,)] = draft.token_ids, draft.parents

@@ -93,7 +93,7 @@ class CountingTokens(list[int]):
 
     num_read = 0
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    def __getitem__(self, index):
         got = super().__getitem__(index)
         self.num_read += len(got) if isinstance(index, slice) else 1
         return got
@@ -139,7 +139,7 @@ def test_a_cut_sequence_is_read_again() -> None:
 def test_a_reused_id_is_another_text() -> None:
     class Drafter(NgramDrafter):
         def tokens(self, *args: object, **fields: object) -> list[int]:
-            return self._updated(decoding(*args, **fields)).tokens.tolist()  # type: ignore[arg-type]
+            return self._updated(decoding(*args, **fields)).tokens.tolist()
 
     drafter = Drafter(SpeculativeConfig(method="ngram"))
     assert drafter.tokens([1, 2, 3, 4], request_id="a") == [1, 2, 3, 4]

@@ -80,7 +80,7 @@ def answers(engine: Engine, tokenizer: Tokenizer, method: Method) -> dict[str, T
 def plain(tokenizer: Tokenizer) -> dict[str, list[int]]:
     """Return the answers without speculation, one by one, without masks computed beside the forward."""
     engine, _ = make_engine(TARGET, None)
-    engine._sampler.expect = lambda rows: None  # type: ignore[method-assign]
+    engine._sampler.expect = lambda rows: None
     found = {}
     for request in requests(tokenizer):
         alone = msgspec.structs.replace(request, speculation=RequestSpeculation(enabled=False))

@@ -38,15 +38,14 @@ def add_options(parser: pytest.Parser) -> None:
 
 def register(config: pytest.Config) -> None:
     """Register the plugins for this process, which runs tests, distributes them by pytest-xdist, or both."""
-    is_worker = hasattr(config, "workerinput")
-    runs_tests = is_worker or not config.getoption("numprocesses", None)
-    if not is_worker:
+    from_host: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if from_host is None:
         config.pluginmanager.register(Host(config), "tiers-host")
-    if not runs_tests:
-        return
+        if config.getoption("numprocesses", None):
+            return
     if config.getoption("record_costs"):
         config.pluginmanager.register(Recorder())
-    given = config.workerinput["situation"] if is_worker else _host(config).situation
+    given = _host(config).situation if from_host is None else from_host["situation"]
     if given:
         config.pluginmanager.register(Chooser(config, Situation(**given)))
 

@@ -47,7 +47,7 @@ def learned(head: TrainableHead, token_ids: Tensor, hidden: Tensor, num_steps: i
     for _ in range(num_steps):
         optimizer.zero_grad()
         loss = head.loss(token_ids, hidden)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses

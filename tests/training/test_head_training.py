@@ -139,11 +139,11 @@ def answers(target: Target) -> Tensor:
 def test_acceptance(target: Target, answers: Tensor, wrong: int | None, expected: list[float]) -> None:
     head = Foresight(target, 3, wrong)
     texts = [Recorded(text, torch.zeros(len(text), 1), 10) for text in answers]
-    assert acceptance(head, texts) == expected  # type: ignore[arg-type]
+    assert acceptance(head, texts) == expected
     assert head.calibrated == list(range(9, 18))
     short = Recorded(answers[0, :12], torch.zeros(12, 1), 10)
     with pytest.raises(ConfigError, match="--held-out: no answer has the 5 tokens"):
-        acceptance(head, [short])  # type: ignore[arg-type]
+        acceptance(head, [short])
 
 
 # --- Medusa -------------------------------------------------------------------------------------------

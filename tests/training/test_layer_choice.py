@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 from protocol.speculation import parse_speculative_config

@@ -176,7 +176,7 @@ def break_steps(loop: WorkerLoop, times: int) -> None:
             raise RuntimeError("a fault that the test put in")
         return run(step)
 
-    loop.engine.run = failing_run  # type: ignore[method-assign]
+    loop.engine.run = failing_run
 
 
 def slow_steps(loop: WorkerLoop, seconds: float) -> None:
@@ -187,4 +187,4 @@ def slow_steps(loop: WorkerLoop, seconds: float) -> None:
         time.sleep(seconds)
         return run(step)
 
-    loop.engine.run = slow_run  # type: ignore[method-assign]
+    loop.engine.run = slow_run

@@ -86,7 +86,7 @@ def workers(
 ) -> Iterator[tuple[Cluster, list[RunningWorker]]]:
     """Start a prefill worker and a decode worker that draft by a method."""
     options |= {"model": str(family[method])} if method in family else {"skip_layers": [1]}
-    speculative = SpeculativeConfig(method=method, num_speculative_tokens=NUM_DRAFTED, **options)  # type: ignore[arg-type]
+    speculative = SpeculativeConfig(method=method, num_speculative_tokens=NUM_DRAFTED, **options)
     compile = "off" if method in ("eagle", "dflash") else "auto"  # these heads would be compiled for Gemma
     limits = {"block_size": 16, "max_num_seqs": 4, "compile": compile}
     config = tiny_config(family["target"], speculative_config=speculative, **limits)
@@ -97,7 +97,7 @@ def workers(
 def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str, turns: int) -> Chat:
     """Have a chat with drafts by `method`, or "none"; a salt of its own lets it share no KV with others."""
     prefill, decode = running
-    speculation = RequestSpeculation(enabled=method != "none", method=None if method == "none" else method)  # type: ignore[arg-type]
+    speculation = RequestSpeculation(enabled=method != "none", method=None if method == "none" else method)
     found, history = Chat(), list[int]()
     for turn in range(turns):
         history += prompt_of(SAID, turn, VOCAB_SIZE)

@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -263,7 +264,8 @@ class DraftStages(RuleBasedStateMachine):
         self.decode.loop.expire(clock.monotonic() + 20)
         assert not client._connections
         assert not self.decode.remote.requests and not self.decode.remote.ended
-        assert not self.decode.engine._speculator._requests  # type: ignore[union-attr]
+        speculator: Any = self.decode.engine._speculator
+        assert not speculator._requests
         for side in (self.decode, self.drafter):
             assert side.engine.blocks.available == side.engine.blocks.num_blocks, "blocks leaked"
             self.seen.update({name: int(value) for name, value in side.loop.counters.snapshot().items()})

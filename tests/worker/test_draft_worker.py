@@ -245,7 +245,7 @@ TARGET = b"decode-9:" + b"9" * 16
 
 
 def opening(num_prompt: int = 20, **sampling: float) -> DraftOpening:
-    params = SamplingParams(**({"max_tokens": 50} | sampling))  # type: ignore[arg-type]
+    params = SamplingParams(**({"max_tokens": 50} | sampling))
     return DraftOpening(sampling=params, num_prompt=num_prompt)
 
 
@@ -305,7 +305,7 @@ def test_a_decode_worker_drops_impossible_messages_of_draft_workers(begin: Calla
     one = begin(60)
     decode = one.decode
     one.turn(3)
-    epoch = decode.loop._drafts._orders["a"].epoch  # type: ignore[union-attr]
+    epoch = decode.loop._drafts._orders["a"].epoch
     length = len(decode.remote.requests["a"].sequence.token_ids)
     chains = [
         DraftedChain("a", epoch, length, [300]),

@@ -23,7 +23,7 @@ class Loop:
         self.progress = LoopProgress()
         self.share = 1.0
         self._used_s = 0.0
-        self.progress.core_s = lambda: self._used_s  # type: ignore[method-assign]
+        self.progress.core_s = lambda: self._used_s
         self._longest_s = longest_step_s
         self.progress.begin()
         self.watch = StallWatch(self.progress)

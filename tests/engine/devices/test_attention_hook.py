@@ -136,13 +136,14 @@ def test_unsupported_inputs_are_refused() -> None:
     forward = transformers_hook.paged_attention_forward
     with pytest.raises(UnsupportedModelError, match="mask"):
         forward(module, *attention_inputs(), torch.zeros(1, 1, 3, 3))
+    query, key, value = (each.expand(2, -1, -1, -1) for each in attention_inputs())
     with pytest.raises(UnsupportedModelError, match="packed"):
-        forward(module, *(t.expand(2, -1, -1, -1) for t in attention_inputs()), None)
+        forward(module, query, key, value, None)
     module.sinks = torch.zeros(4)
     with pytest.raises(UnsupportedModelError, match="sinks that are not passed"):
         forward(module, *attention_inputs(), None)
-    module.sinks = None  # type: ignore[assignment]
-    module.is_causal = False  # type: ignore[assignment]
+    module.sinks = None
+    module.is_causal = False
     with pytest.raises(UnsupportedModelError, match="causal"):
         forward(module, *attention_inputs(), None)
 

@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 def buckets(max_num_seqs: int = 64, max_model_len: int = 5000, **speculation: object) -> Buckets:
-    options = SpeculativeConfig(method="ngram", **speculation) if speculation else None  # type: ignore[arg-type]
+    options = SpeculativeConfig(method="ngram", **speculation) if speculation else None
     config = ServeConfig(max_num_seqs=max_num_seqs, block_size=BLOCK, speculative_config=options)
     return Buckets.of(config, max_model_len)
 

@@ -36,7 +36,7 @@ class Device:
     def fault(self, work: Callable[[], object]) -> str:
         raise AssertionError
 
-    def capture(self, shape: StepShape) -> CudaGraph:
+    def capture(self, shape: StepShape) -> Captured:
         if shape.rows > self._too_large:
             raise torch.OutOfMemoryError
         if shape.rows <= self._refused:

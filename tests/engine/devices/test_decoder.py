@@ -183,7 +183,7 @@ def test_logits_hidden_states_and_stored_values_equal_the_modules(
         if rounded == "nothing":
             kept = list(zip(*(model.kept() for model in models), strict=True))
             assert all(theirs.any() for _, theirs in kept)
-            agree += [are_same(*pair, slack, swaps) for pair in kept]
+            agree += [are_same(ours, theirs, slack, swaps) for ours, theirs in kept]
         agree += [alike(models, batch, slack, swaps) for batch in others]
         same.append(all(agree))
     assert same.count(False) <= len(same) // 4
@@ -293,7 +293,8 @@ def test_adapters_equal_the_modules(folder_of: Callable[[str], Path], name: str,
         batch = [rows_of(tokens(30, seed), 0, 30, seed) for seed in range(3)]
         batch[0].adapter, batch[2].adapter = slots
         found.append(model.logits(batch))
-    assert are_same(*found, slack=2, swaps=0.1 if name in WITH_EXPERTS else 0)
+    ours, theirs = found
+    assert are_same(ours, theirs, slack=2, swaps=0.1 if name in WITH_EXPERTS else 0)
 
 
 @pytest.mark.parametrize("layers", [(), (1,), (3,)])
@@ -392,5 +393,5 @@ def test_hybrids_use_the_same_runner_on_cuda_with_adapters(monkeypatch: pytest.M
     layout = StateLayout((RecurrentLayer(8, 4),), torch.bfloat16)
     config, state_slots = ServeConfig(model="hybrid", compile="auto"), StateSlots(layout, 1, CPU)
     for loaded in (adapted, plain):
-        runner_of(config, loaded, attention, state_slots=state_slots)  # type: ignore[arg-type]
+        runner_of(config, loaded, attention, state_slots=state_slots)
     assert asked == [(config, each, attention, (), state_slots, False) for each in (adapted, plain)]

@@ -48,10 +48,10 @@ def test_a_step_with_chunks_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -
         max_context_len=160,
         query_lens=[1, 70, 100],
     )
-    new = [meta(171, heads, 128, dtype=BF16) for heads in (32, 8, 8)]
+    query, key, value = (meta(171, heads, 128, dtype=BF16) for heads in (32, 8, 8))
     with absent_gpu() as gpu:
         backend.plan(metadata)
         backend.begin_step(metadata)
-        backend.forward(0, *new, AttentionOptions(0.1))
+        backend.forward(0, query, key, value, AttentionOptions(0.1))
     assert not gpu.waits and not gpu.uploads
     assert gpu.launches["attend"] == 1  # for the row to decode

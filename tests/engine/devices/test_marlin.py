@@ -82,7 +82,7 @@ def repack(b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int) -> Tenso
     codes = unpacked(b_q_weight).transpose(1, 2).reshape(size_k, size_n)
     tiles = codes.view(size_k // 16, 16, size_n // 16, 16).transpose(1, 2).reshape(size_k // 16, -1)
     placed = reordered(tiles, torch.tensor(order_of_weights())).unflatten(1, (-1, 8))
-    return sum(placed[..., place] << 4 * place for place in range(8)).int()  # type: ignore[union-attr]
+    return sum(placed[..., place] << 4 * place for place in range(8)).int()
 
 
 def gemm(given: dict[str, Any]) -> Tensor:

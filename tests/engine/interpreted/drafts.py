@@ -55,7 +55,7 @@ def sequences_with(params: list[dict[str, Any]]) -> list[SequenceState]:
         prompt = [7 * number + place for place in range(5 + 9 * number)]
         request = EngineRequest(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
         sequence = SequenceState(request, number)
-        sequence.sequence_blocks = SimpleNamespace(blocks=[list(range(6 * number, 6 * number + 2))])  # type: ignore[assignment]
+        sequence.sequence_blocks = SimpleNamespace(blocks=[list(range(6 * number, 6 * number + 2))])
         sequences.append(sequence)
     return sequences
 

@@ -150,7 +150,7 @@ def dot_of_rows(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
     return interpreter.TensorHandle(done.data[..., 0, :], done.dtype)
 
 
-Buckets.eager_forms = lambda self: iter(())  # type: ignore[method-assign]
+Buckets.eager_forms = lambda self: iter(())
 interpreter._convert_float = convert_float
 interpreter._patch_lang = patch_lang
 interpreter.InterpreterBuilder.create_dot = dot_of_rows

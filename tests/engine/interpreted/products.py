@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,8 +94,8 @@ def test_a_few_rows_sums_are_shared_by_programs(format: CodeFormat, monkeypatch:
     together = tiled(x)
     expected = QuantizedLinear(weight, bias)(x)
     torch.testing.assert_close(together, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
-    monkeypatch.setattr(products, "_arrivals", lambda device: launched.append(arrivals) or arrivals)
     arrivals = torch.zeros(512, dtype=torch.int32)
+    monkeypatch.setattr(products, "_arrivals", lambda device: launched.append(arrivals) or arrivals)
     for rows in (1, 9):
         assert torch.equal(tiled(x[:rows]), together[:rows])
     assert len(launched) == 2 and not arrivals.any()
@@ -138,9 +139,7 @@ def test_inputs_in_any_layout() -> None:
 
 def test_joined_layers_are_parts_of_one_product() -> None:
     weights = [with_zeros_and_order(weight_of(INT4, 64, 32, seed)) for seed in range(2)]
-    weights[1] = QuantizedWeight(
-        INT4, *(getattr(weights[1], name) for name in ("codes", "scales", "zeros")), weights[0].permutation
-    )
+    weights[1] = replace(weights[1], permutation=weights[0].permutation)
     linears = [TiledLinear.quantized(weight, torch.randn(OUTPUTS)) for weight in weights]
     x = torch.randn(2, 64)
     before = [linear(x) for linear in linears]

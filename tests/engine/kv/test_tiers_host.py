@@ -34,7 +34,7 @@ class Rig:
         self.file = open_file(folder, BLOCK_BYTES, disk_slots)
         self.woken = threading.Event()
         self.disk = DiskTier(self.file, self.memory.buffer, self.woken.set)
-        self.host = HostTier(self.memory, self.disk)  # type: ignore[arg-type]
+        self.host = HostTier(self.memory, self.disk)
         self.log, self.listener = CacheLog([]), Listener()
         self.listener.held.update(self.host.contents())
         self.host.watch(self.log)
@@ -178,7 +178,7 @@ def test_a_fetch_takes_at_most_half_of_the_host(make_rig) -> None:
 
 
 def test_without_a_disk_nothing_is_waited_for() -> None:
-    tier = HostTier(PlainMemory(2, BLOCK_BYTES))  # type: ignore[arg-type]
+    tier = HostTier(PlainMemory(2, BLOCK_BYTES))
     assert not tier.is_pending(tier.fetch(map(identity_of, range(3))))
     assert not any(name.startswith("kv_disk") for name in tier.totals())
 

@@ -24,4 +24,5 @@ def load_reference(name: str) -> tuple[dict[str, Any], StoredLayer, Tensor]:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     dequantized = tensors.pop("dequantized")
     stored = {key.removeprefix("layer."): tensor for key, tensor in tensors.items()}
-    return config, StoredLayer("layer", *dequantized.shape, stored), dequantized
+    outputs, inputs = dequantized.shape
+    return config, StoredLayer("layer", outputs, inputs, stored), dequantized

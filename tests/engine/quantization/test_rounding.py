@@ -83,7 +83,7 @@ def test_the_largest_fitting_group_is_chosen(format: CodeFormat, inputs: int, gr
 
 
 def config(folder: Path, quantization: str | None, dtype: str = "bfloat16") -> ServeConfig:
-    return ServeConfig(model=str(folder), device="cpu", dtype=dtype, quantization=quantization)  # type: ignore[arg-type]
+    return ServeConfig(model=str(folder), device="cpu", dtype=dtype, quantization=quantization)
 
 
 @needs_kernel

@@ -172,7 +172,7 @@ def engine() -> Engine:
 
 
 def ask(request_id: str, grammar: str, **sampling: object) -> EngineRequest:
-    params = SamplingParams(max_tokens=60, grammar=grammar, **sampling)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=60, grammar=grammar, **sampling)
     return EngineRequest(request_id=request_id, prompt_token_ids=[5, 6, 7], sampling=params)
 
 
@@ -217,7 +217,7 @@ def test_other_requests_run_while_a_grammar_is_compiled(
     def compiled(*args: object, **options: object) -> LLMatcher:
         threads.append(threading.current_thread())
         assert compiling.wait(60)
-        return LLMatcher(*args, **options)  # type: ignore[arg-type]
+        return LLMatcher(*args, **options)
 
     monkeypatch.setattr("engine.sampler.grammars.LLMatcher", compiled)
     monkeypatch.setattr(engine, "on_ready", woken.set)

@@ -220,10 +220,11 @@ def test_without_a_compiler_torch_samples_and_the_log_says_why(
     monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    native.compiled.cache_clear()
+    compiled: Any = native.compiled
+    compiled.cache_clear()
     try:
         samplers = [Sampler(60, "cpu", []) for _ in range(2)]
     finally:
-        native.compiled.cache_clear()
+        compiled.cache_clear()
     assert [sampler.sample(logits, rows).token_ids for sampler in samplers] == [expected] * 2
     assert caplog.text.count("no C++ compiler") == 1

@@ -321,7 +321,8 @@ def test_pinned_memory_is_left_alone_while_it_is_copied(gpu: AbsentGpu) -> None:
 def test_uploads_of_all_sizes_reach_their_tensors(gpu: AbsentGpu) -> None:
     short, long = np.arange(3), np.arange(40, dtype=np.int32).reshape(5, 8).T
     upload = Uploader(GPU)
-    for arrays in ([short, short], [short.astype(np.float64), short], [short, long], [short, short]):
+    cases: list[list[np.ndarray]] = [[short, short], [short.astype(np.float64), short], [short, long]]
+    for arrays in (*cases, [short, short]):
         tensors = upload(arrays)
         uploaded = upload._pinned[-1].bytes
         for array, tensor in zip(arrays, tensors, strict=True):

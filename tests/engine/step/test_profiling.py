@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_it_is_the_largest_forwards_memory_and_lasting_memory(monkeypatch: pytes
         (2, 1, 7, 2010),
     ):
         taken = activation_bytes(
-            lambda pool: Runner(pool, memory),
+            partial(Runner, memory=memory),
             layout,
             torch.device("cpu"),
             tokens,
@@ -203,7 +204,7 @@ class Machine:
 
 def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepWork, float]]:
     monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: machine.now))
-    return measure_steps(machine, machine, max_sequences=8, max_chunk=512)  # type: ignore[arg-type]
+    return measure_steps(machine, machine, max_sequences=8, max_chunk=512)
 
 
 def test_a_temporary_disturbance_affects_no_steps_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ def watch_published(engine: Engine) -> Callable[[], None]:
         known.append([*sequence.token_ids])
         forget(sequence)
 
-    engine.sequences.forget = remember  # type: ignore[method-assign]
+    engine.sequences.forget = remember
 
     def check() -> None:
         stored = [event for event in log.take() if event.kind == "stored"]
@@ -261,7 +261,7 @@ def test_the_next_step_is_prepared_and_launched_while_one_runs(make_engine: Make
         device.log.append(("lay out", device.num_steps))
         return lay_out(step)
 
-    engine.scheduler.following = following  # type: ignore[method-assign]
+    engine.scheduler.following = following
     for number in range(3):
         engine.add(request(str(number), prompt_of(10, number), 20))
     engine.step()

@@ -344,7 +344,7 @@ NOTATIONS = {
 @pytest.mark.parametrize("wanted", NOTATIONS.values(), ids=NOTATIONS)
 def test_any_notation_after_thoughts(model, marks, wanted):
     """Only the gap after the thoughts separates them from the answer."""
-    says = {"json": '"yes"', "structural_tag": "see <f>1</f>"}.get(*wanted, "yes")
+    says = {"json": '"yes"', "structural_tag": "see <f>1</f>"}.get(next(iter(wanted)), "yes")
     plain = grammar_of({"structured_outputs": wanted}).text
     grammar = after_thinking(plain, model.spelling, marks, is_open=False)
     thought = f"{marks.open[0]}Hm.{marks.close[0]}"

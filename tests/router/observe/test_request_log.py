@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+from typing import Any
 
 import pytest
 
 from tests.router.router_clients import emitted, eventually, is_idle, lose, post
 
 
-def of_requests(
-    caplog: pytest.LogCaptureFixture, logger: str = "router.observe.timing"
-) -> list[logging.LogRecord]:
+def of_requests(caplog: pytest.LogCaptureFixture, logger: str = "router.observe.timing") -> list[Any]:
     return [record for record in caplog.records if record.name == logger]
 
 
