@@ -82,9 +82,9 @@ class Cluster:
         address = self.workers_by_id()[worker_id]["start_up"]["host"]
         return next(host for host in self.workers if host.address == address)
 
-    def start_streams(self, count: int = STREAMS, tokens: int = TOKENS) -> subprocess.Popen[str]:
+    def start_streams(self) -> subprocess.Popen[str]:
         namespace = ["nsenter", "-n", "-t", str(self.hosts.laptop.init.pid), "--"]
-        program = [sys.executable, "-m", "tests.cluster.streams", self.url, str(count), str(tokens)]
+        program = [sys.executable, "-m", "tests.cluster.streams", self.url, str(STREAMS), str(TOKENS)]
         return subprocess.Popen(
             [*namespace, *program],
             cwd=ROOT,

@@ -44,12 +44,12 @@ class Serving:
         asked = [request(f"{name}-{n}", PROMPT, NUM_TOKENS, **each) for n, each in enumerate(SAMPLING)]
         return [self.cluster.serve(self._first, each, **self._then) for each in asked]
 
-    def answers_in_a_crowd(self, name: str) -> list[list[int]]:
+    def answers_in_a_crowd(self) -> list[list[int]]:
         asked = [
-            request(f"{name}-other-{n}", prompt, NUM_TOKENS, temperature=0.1 * n, top_k=5 * n, seed=n)
+            request(f"other-{n}", prompt, NUM_TOKENS, temperature=0.1 * n, top_k=5 * n, seed=n)
             for n, prompt in enumerate(prompts([9 * n + 3 for n in range(12)], 8))
         ]
-        asked += [request(f"{name}-{n}", PROMPT, NUM_TOKENS, **each) for n, each in enumerate(SAMPLING)]
+        asked += [request(f"crowd-{n}", PROMPT, NUM_TOKENS, **each) for n, each in enumerate(SAMPLING)]
         for each in asked:
             self.cluster.generate(self._first, each, **self._then)
         self.cluster.run(*(each.request_id for each in asked))
@@ -77,7 +77,7 @@ def expected(model: Path) -> list[list[int]]:
 def test_colocated_in_a_batch_and_after_a_prefix_hit(model: Path, expected: list[list[int]]) -> None:
     with Cluster() as cluster:
         serving = Serving(cluster, tiny_config(model), disaggregated=False)
-        assert serving.answers_in_a_crowd("crowd") == expected
+        assert serving.answers_in_a_crowd() == expected
         hits = serving.decode.state.prefix_hit_tokens
         assert serving.answers("hit") == expected
         cluster.wait_empty(serving.decode)
@@ -89,7 +89,7 @@ def test_disaggregated(model: Path, expected: list[list[int]], transport: str) -
     with Cluster() as cluster:
         serving = Serving(cluster, tiny_config(model, kv_transports=transport), disaggregated=True)
         assert serving.answers("alone") == expected
-        assert serving.answers_in_a_crowd("crowd") == expected
+        assert serving.answers_in_a_crowd() == expected
         assert serving.prefill is not None
         cluster.wait_empty(serving.prefill, serving.decode)
         assert set(serving.prefill.state.transports.values()) == {transport}
@@ -98,4 +98,4 @@ def test_disaggregated(model: Path, expected: list[list[int]], transport: str) -
 def test_chunks_of_another_size(model: Path, expected: list[list[int]]) -> None:
     with Cluster() as cluster:
         config = tiny_config(model, max_num_batched_tokens=17, max_num_seqs=8, block_size=8)
-        assert Serving(cluster, config, disaggregated=True).answers_in_a_crowd("crowd") == expected
+        assert Serving(cluster, config, disaggregated=True).answers_in_a_crowd() == expected

@@ -104,7 +104,7 @@ class LateRunner:
     chains = None
 
     def __init__(
-        self, runner: Any, vocab_size: int, device: LateDevice, state_slots: LateStateSlots | None = None
+        self, runner: Any, vocab_size: int, device: LateDevice, state_slots: LateStateSlots | None
     ) -> None:
         self._runner = runner
         self._device = device

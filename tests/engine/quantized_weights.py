@@ -9,8 +9,8 @@ from engine.quantization.weight import CodeFormat, QuantizedWeight
 
 def make_weight(
     format: CodeFormat,
-    inputs: int = 256,
-    outputs: int = 70,
+    inputs: int,
+    outputs: int,
     group: int | None = None,
     zeros: bool = False,
     permuted: bool = False,

@@ -99,7 +99,7 @@ class Network:
             _run("tc", "-n", network, "qdisc", "del", "dev", wire, "root")
 
     @contextlib.contextmanager
-    def relayed(self, delay_s: float, loss: float = 0.0) -> Iterator[Callable[[], int]]:
+    def relayed(self, delay_s: float, loss: float) -> Iterator[Callable[[], int]]:
         """Delay packets each way and drop a share, until the yielded function returns their number."""
         program = [sys.executable, "-m", "tests.faults.packet_relay", str(delay_s), str(loss), self._mtu]
         relay = subprocess.Popen(

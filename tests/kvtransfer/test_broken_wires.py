@@ -133,7 +133,6 @@ def test_a_peer_that_always_disconnects_is_not_retried_for_ever(closing: Closing
     assert raw_receiver.piece(raw).index == 0, "a new push is a new beginning"
 
 
-PROMPT_S = 10.0
 """Under a second on an idle machine. Without noticing the death, a side would wait 30 s for progress."""
 
 

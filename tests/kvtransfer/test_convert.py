@@ -38,7 +38,6 @@ from tests.kvtransfer.plain_layout import (
 
 TARGET = segment(3, 16, 2, 8, dtype="bfloat16")
 DRAFT = segment(1, 16, 1, 4, name="draft", dtype="float32")
-LATENT = msgspec.structs.replace(TARGET, shape=(3, 1, 16, 1, 12))
 
 
 def test_the_wire_layout_differs_only_in_quantization() -> None:

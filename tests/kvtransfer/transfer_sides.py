@@ -249,9 +249,9 @@ class RawPeer:
     def ack(self) -> Ack:
         return self.channel.recv(Ack, self.deadline())
 
-    def is_closed_by_peer(self, timeout_s: float = WAIT_S) -> bool:
+    def is_closed_by_peer(self) -> bool:
         """Return whether the connection ends without another byte for us."""
-        self.channel.ready(select.POLLIN, time.monotonic() + timeout_s)
+        self.channel.ready(select.POLLIN, time.monotonic() + WAIT_S)
         try:
             return self.channel.at_end()
         except ConnectionError:

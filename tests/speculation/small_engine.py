@@ -35,10 +35,10 @@ INTERPRETED = pytest.mark.skipif(
 """Marks tests that launch Triton kernels on a CPU, by Triton's interpreter."""
 
 
-def write_pair(target: Path, draft: Path, difference: float = 0.02) -> None:
+def write_pair(target: Path, draft: Path) -> None:
     """Write a tiny Llama, and a copy with noise in its weights that often agrees with it, but not always."""
     write_tiny_llama(target)
-    write_noisy(target, draft, difference)
+    write_noisy(target, draft)
 
 
 def write_noisy(target: Path, draft: Path, difference: float = 0.02) -> None:

@@ -71,9 +71,7 @@ class Trees(Drafter):
 ADAPTERS = [Adapter(name=name, path=f"/{name}", digest=digest * 32) for name, digest in ("xa", "yb")]
 
 
-def absent_model(
-    num_layers: int, layer_windows: tuple[int, ...] = (), with_adapters: bool = False
-) -> LoadedModel:
+def absent_model(num_layers: int, layer_windows: tuple[int, ...], with_adapters: bool = False) -> LoadedModel:
     group = replace(
         Group.uniform(TARGET, Segment(num_layers, 2, 16, torch.bfloat16)), layer_windows=layer_windows
     )
@@ -396,17 +394,15 @@ def sequence_with(draft: Draft | None, **sampling: Any) -> SequenceState:
     return sequence
 
 
-def kernels_of(
-    gpu: AbsentGpu, sequences: list[SequenceState], rule: Verification = "coupled", copies: int = 1
-) -> list[str]:
-    """Return the kernels of a second verification, for whose results the host waits in these copies."""
+def kernels_of(gpu: AbsentGpu, sequences: list[SequenceState], rule: Verification = "coupled") -> list[str]:
+    """Return the kernels of a second verification, for whose results the host waits in one copy."""
     rows = sum(1 + (len(each.draft.token_ids) if each.draft else 0) for each in sequences)
     logits, sampler = torch.empty(rows, 512, dtype=torch.bfloat16, device=GPU), Sampler(512, GPU, [2])
     for _ in range(2):
         gpu.clear()
         assert len(verify(rule, sequences, logits, sampler)) == len(sequences)
     ((line, times),) = gpu.waits.items()
-    assert times == copies and line.startswith("/engine/copies.py") and line.endswith("an event")
+    assert times == 1 and line.startswith("/engine/copies.py") and line.endswith("an event")
     assert set(gpu.launches.values()) == {1}
     return [name for name in gpu.launches if name != "cat"]  # the tokens after probes
 

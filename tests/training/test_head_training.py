@@ -110,7 +110,7 @@ class Foresight:
 
     hidden_layers = (2,)
 
-    def __init__(self, target: Target, depth: int, wrong: int | None = None) -> None:
+    def __init__(self, target: Target, depth: int, wrong: int | None) -> None:
         self.module: nn.Module = nn.Linear(1, 1)
         self.depth = depth
         self._target = target

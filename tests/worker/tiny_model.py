@@ -15,13 +15,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed * 1000 + length).choices(range(1, VOCAB_SIZE), k=length)
 
 
-def write_tiny_llama(folder: Path, num_layers: int = 2) -> None:
+def write_tiny_llama(folder: Path) -> None:
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=num_layers,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

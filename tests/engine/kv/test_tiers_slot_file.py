@@ -24,12 +24,11 @@ ROOT = Path(__file__).resolve().parents[3]
 BLOCK_BYTES = 1000
 
 
-def start_child(
-    folder: Path, block_bytes: int, capacity: int, first: int, count: int
-) -> subprocess.Popen[str]:
+def start_child(folder: Path, block_bytes: int, capacity: int, first: int) -> subprocess.Popen[str]:
+    """Start a process that writes blocks, numbered from `first`, until it is killed."""
     command = [sys.executable, "-m", "tests.engine.tiers_child", str(folder)]
     return subprocess.Popen(
-        [*command, *map(str, (block_bytes, capacity, first, count))],
+        [*command, *map(str, (block_bytes, capacity, first, 0))],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -173,7 +172,7 @@ def test_a_process_killed_during_a_write_leaves_only_whole_blocks(tmp_path: Path
     rng = random.Random(seed)
     block_bytes, capacity = 2 << 20, 6
     for turn in range(20):
-        child = start_child(tmp_path, block_bytes, capacity, turn * 1_000_000, 0)
+        child = start_child(tmp_path, block_bytes, capacity, turn * 1_000_000)
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         time.sleep(rng.uniform(0, 0.03))
         child.kill()
@@ -186,7 +185,7 @@ def test_a_process_killed_during_a_write_leaves_only_whole_blocks(tmp_path: Path
 
 
 def test_two_processes_share_a_path_but_no_folder(tmp_path: Path) -> None:
-    child = start_child(tmp_path, BLOCK_BYTES, 4, 0, 0)
+    child = start_child(tmp_path, BLOCK_BYTES, 4, 0)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     with opened(tmp_path, 4) as ours:
         assert ours.path.name == "worker-1"
@@ -231,18 +230,18 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, name: str, how: str) 
         open_file(tmp_path, BLOCK_BYTES, 8)
 
 
-def on_small_disk(folder: Path, size: str, commands: str) -> subprocess.CompletedProcess[str]:
-    """Run shell commands with a small file system in `folder`."""
-    script = f"mount -t tmpfs -o size={size} tmpfs {folder} && {commands}"
+def on_small_disk(folder: Path, commands: str) -> subprocess.CompletedProcess[str]:
+    """Run shell commands with a file system of 1 MiB in `folder`."""
+    script = f"mount -t tmpfs -o size=1m tmpfs {folder} && {commands}"
     return subprocess.run(["unshare", "-rm", "sh", "-c", script], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_a_full_disk_is_counted_and_survived(tmp_path: Path) -> None:
-    if on_small_disk(tmp_path, "1m", "true").returncode != 0:
+    if on_small_disk(tmp_path, "true").returncode != 0:
         pytest.skip("this host gives no mount namespace of one's own")
     child = f"{sys.executable} -m tests.engine.tiers_child {tmp_path} 65536 16 0 40"
     # Another file takes 600 KiB of 1 MiB, so the tier has room for 6 of its 16 blocks.
-    result = on_small_disk(tmp_path, "1m", f"head -c 600k /dev/zero > {tmp_path}/other && {child} && {child}")
+    result = on_small_disk(tmp_path, f"head -c 600k /dev/zero > {tmp_path}/other && {child} && {child}")
     assert result.returncode == 0, result.stderr
     first, second = (json.loads(line) for line in result.stdout.splitlines() if line != "ready")
     assert first["written_blocks"] + first["dropped_blocks"] == 40

@@ -36,11 +36,9 @@ NOT_HERE: dict[DraftSite, float] = {"none": 1.0, "local": 0.4, "remote": 1.1}
 class Simulated:
     """A place really yields `truth` times its predicted rate."""
 
-    def __init__(
-        self, model: dict[str, float], truth: dict[DraftSite, float], rows: int, seed: int = 1
-    ) -> None:
+    def __init__(self, model: dict[str, float], truth: dict[DraftSite, float], rows: int) -> None:
         self.truth, self._model = truth, model
-        self._random = random.Random(seed)
+        self._random = random.Random(1)
         self.kind = DraftKind()
         self.seconds: Counter[DraftSite] = Counter()
         self._place: DraftPlace | None = None
