@@ -95,7 +95,8 @@ class RunningRouter:
         self.http = httpx.Client(base_url=self.url, timeout=60, verify=False)
 
     def add_worker(self, worker_id: str = "decode-0", role: str = "decode", **options: Any) -> FakeWorker:
-        worker = FakeWorker(self.server.state.link.endpoint, self.keys, worker_id, role, **options).start()
+        endpoints = [self.server.state.link.endpoint]
+        worker = FakeWorker(endpoints, self.keys, worker_id, role, **options).start()
         self.workers.append(worker)
         return worker
 

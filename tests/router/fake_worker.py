@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -46,8 +47,6 @@ from protocol.worker_to_router import (
     WorkerState,
 )
 
-MAX_MODEL_LEN = 512
-
 
 def echo_script(request: EngineRequest) -> list[int]:
     """Repeat the prompt endlessly."""
@@ -74,6 +73,7 @@ class Job:
         self.sent = self.start
 
 
+@dataclass(eq=False)
 class FakeWorker:
     """Runs in a thread, for the routers at all `endpoints`, in the same order for all workers.
 
@@ -87,74 +87,53 @@ class FakeWorker:
     `redirects` and `prefetched` record what the worker received.
     """
 
-    def __init__(
-        self,
-        endpoints: str | list[str],
-        keys: ClusterKeys,
-        worker_id: str = "decode-0",
-        role: str = "decode",
-        *,
-        script: Callable[[EngineRequest], list[int]] = echo_script,
-        finish_reason: str = "length",
-        step_s: float = 0.001,
-        tokens_per_step: int = 1,
-        rejected_per_step: int | None = None,
-        not_predicted: int = 0,
-        peers: dict[str, FakeWorker] | None = None,
-        vocab_size: int = 600,
-        max_model_len: int = MAX_MODEL_LEN,
-        heartbeat_s: float = 0.1,
-        counters: dict[str, float] | None = None,
-        cached_tokens: int = 5,
-        pairs: list[PairState] | None = None,
-        costs: StepCosts = UNKNOWN_COSTS,
-        stall_after: int = 2**31,
-        speculation: SpeculationState | None = None,
-        adapters: list[Adapter] | None = None,
-    ) -> None:
-        self.worker_id, self.role = worker_id, role
+    endpoints: list[str]
+    keys: ClusterKeys
+    worker_id: str = "decode-0"
+    role: str = "decode"
+    script: Callable[[EngineRequest], list[int]] = echo_script
+    finish_reason: str = "length"
+    step_s: float = 0.001
+    tokens_per_step: int = 1
+    rejected_per_step: int | None = None
+    not_predicted: int = 0
+    peers: dict[str, FakeWorker] = field(default_factory=dict)
+    vocab_size: int = 600
+    max_model_len: int = 512
+    heartbeat_s: float = 0.1
+    counters: dict[str, float] = field(default_factory=dict)
+    cached_tokens: int = 5
+    pairs: list[PairState] = field(default_factory=list)
+    costs: StepCosts = UNKNOWN_COSTS
+    stall_after: int = 2**31
+    speculation: SpeculationState | None = None
+    first_adapters: list[Adapter] = field(default_factory=list)
+    adapter_error: str | None = ""
+    """Why no adapter can be loaded. None means that the worker does not answer."""
+    adapter_error_kind: ErrorKind = "invalid"
+    adapter_digest: str = "a" * 32
+    """The digest of adapters that it loads."""
+    eos_token_id: int = 0
+    stalled_s: float = 0.0
+    """The time for which its loop has been stuck, as reported in heartbeats."""
+    prefetches: bool | None = True
+
+    def __post_init__(self) -> None:
         self.incarnation = new_incarnation()
-        self.script, self.finish_reason = script, finish_reason
-        self.step_s, self.tokens_per_step = step_s, tokens_per_step
-        self.rejected_per_step = rejected_per_step
-        self.not_predicted = not_predicted
-        self.peers = peers or {}
-        self.vocab_size, self.max_model_len = vocab_size, max_model_len
-        self.heartbeat_s = heartbeat_s
-        self.counters = counters or {}
-        self.pairs = pairs or []
-        self.costs = costs
-        self.speculation = speculation
-        self.adapters = {adapter.name: adapter.digest for adapter in adapters or []}
-        self.first_adapters = adapters or []
-        self.adapter_error: str | None = ""
-        """Why no adapter can be loaded. None means that the worker does not answer."""
-        self.adapter_error_kind: ErrorKind = "invalid"
-        self.adapter_digest = "a" * 32
-        """The digest of adapters that it loads."""
-        self.eos_token_id = 0
-        self.hold = threading.Event()
-        self.mute = threading.Event()
-        self.stalled_s = 0.0
-        """The time for which its loop has been stuck, as reported in heartbeats."""
-        self.keep = threading.Event()
-        self.stall_after = stall_after
-        self.cached_tokens = cached_tokens
+        self.adapters = {adapter.name: adapter.digest for adapter in self.first_adapters}
+        self.hold, self.mute, self.keep = (threading.Event() for _ in range(3))
         self.registered = threading.Event()
+        self.has_left = threading.Event()
+        """Set when all routers have released it."""
         self.generated: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.redirects: list[Redirect] = []
-        self.prefetches: bool | None = True
         self.prefetched: list[str] = []
-        self.has_left = threading.Event()
-        """Set when all routers have released it."""
         self.replans: list[Replan] = []
         self.gone: list[tuple[str, str]] = []
         """Workers, with incarnations, that it was told are lost."""
         self.jobs: dict[str, Job] = {}
         self.held: dict[str, Job] = {}
-        self._endpoints = [endpoints] if isinstance(endpoints, str) else endpoints
-        self._keys = keys
         self._confirmed: set[int] = set()
         self._let_go: set[int] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -241,7 +220,7 @@ class FakeWorker:
         )
 
     def _connect(self, identity: str) -> list[zmq.Socket[bytes]]:
-        return [connect_dealer(self._context, self._keys, end, identity) for end in self._endpoints]
+        return [connect_dealer(self._context, self.keys, end, identity) for end in self.endpoints]
 
     def _beat(self) -> None:
         sockets = self._connect(self.worker_id + "/hb")
@@ -291,7 +270,7 @@ class FakeWorker:
         match message:
             case Registered():
                 self._confirmed.add(line)
-                if len(self._confirmed) == len(self._endpoints):
+                if len(self._confirmed) == len(self.endpoints):
                     self.registered.set()
             case Unregistered():
                 self._sockets[line].send(encode(self.register_message()))
@@ -300,7 +279,7 @@ class FakeWorker:
                 self._send_all(Leaving(**self._names, **following))
             case Leave():
                 self._let_go.add(line)
-                if len(self._let_go) == len(self._endpoints):
+                if len(self._let_go) == len(self.endpoints):
                     self.has_left.set()
             case Prefetch():
                 self.prefetched.append(message.request.request_id)

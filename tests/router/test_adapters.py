@@ -30,7 +30,7 @@ def on_loop(router, function, *arguments) -> None:
 
 
 def test_models_and_requests_know_the_workers_adapters(router):
-    worker = router.add_worker(adapters=[SQL])
+    worker = router.add_worker(first_adapters=[SQL])
     base, card = router.http.get("/v1/models").json()["data"]
     assert (base["id"], base["parent"]) == ("test-model", None)
     assert (card["id"], card["parent"], card["root"]) == ("sql", "test-model", "/adapters/sql")
@@ -45,7 +45,7 @@ def test_models_and_requests_know_the_workers_adapters(router):
 
 
 def test_a_chat_a_response_and_a_tokenization_may_name_one(router):
-    worker = router.add_worker(adapters=[SQL])
+    worker = router.add_worker(first_adapters=[SQL])
     chat = {"model": "sql", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     assert router.http.post("/v1/chat/completions", json=chat).json()["model"] == "sql"
     response = {"model": "sql", "input": "x", "max_output_tokens": 2}
@@ -112,11 +112,11 @@ def test_a_worker_that_dies_during_a_load_gets_the_adapter_when_it_returns(route
 
 def test_a_returning_worker_gets_the_present_adapters(make_router):
     router = make_router(lora_modules={"sql": "/adapters/sql"})
-    worker = router.add_worker(adapters=[SQL])
+    worker = router.add_worker(first_adapters=[SQL])
     router.http.post(UNLOAD, json={"lora_name": "sql"}).raise_for_status()
     router.http.post(LOAD, json=BODY).raise_for_status()
     lose(router, worker)
-    successor = router.add_worker(adapters=[SQL])
+    successor = router.add_worker(first_adapters=[SQL])
     eventually(lambda: successor.adapters == {"new": "a" * 32})
 
 
@@ -138,7 +138,7 @@ def test_draft_workers_have_no_adapters(router):
 
 
 def test_each_adapter_has_its_own_blocks_of_a_prompt(router):
-    router.add_worker(adapters=[SQL])
+    router.add_worker(first_adapters=[SQL])
     prompt = "the quick brown fox " * 30
     state, keys = router.server.state, []
     form = CacheFormat(model="m", kv_format="f", block_size=16)
@@ -187,7 +187,7 @@ def test_routers_learn_of_each_others_adapters(model_folder):
     with TwoRouters(model_folder, lora_modules={"sql": "/adapters/sql"}, worker_timeout=10) as two:
         one, other = (router.server.state.adapters for router in two.routers)
         one.publish = lambda name, adapter: on_loop(two.routers[1], other.apply, name, adapter)
-        worker = two.add_worker("decode-0", adapters=[SQL, begun])
+        worker = two.add_worker("decode-0", first_adapters=[SQL, begun])
         two.each(lambda router: names(router) == ["test-model", "sql"])
         assert two.routers[0].http.post(LOAD, json=BODY).status_code == 200
         two.each(lambda router: names(router) == ["test-model", "sql", "new"])
@@ -201,7 +201,7 @@ def test_changes_before_a_worker_registers_apply_to_it(make_router):
     new = Adapter(name="new", path="/adapters/new", digest="a" * 32)
     for adapter in (new, None):
         on_loop(router, router.server.state.adapters.apply, adapter.name if adapter else "sql", adapter)
-    worker = router.add_worker(adapters=[SQL])
+    worker = router.add_worker(first_adapters=[SQL])
     eventually(lambda: worker.adapters == {"new": "a" * 32})
     assert names(router) == ["test-model", "new"]
 

@@ -90,7 +90,7 @@ class StallServer:
         self._process.stdin.write(msgspec.json.encode(keys) + b"\n")
         self._process.stdin.flush()
         url, endpoint = self._process.stdout.readline().decode().split()
-        self.worker = FakeWorker(endpoint, keys, max_model_len=131_072).start()
+        self.worker = FakeWorker([endpoint], keys, max_model_len=131_072).start()
         with stalls.open("r+b") as file:
             self._view = mmap.mmap(file.fileno(), 8)
         self.http = httpx.Client(base_url=url, timeout=120, verify=False)
