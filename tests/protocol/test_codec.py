@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from protocol import codec
 from protocol.errors import ProtocolError
-from protocol.handoff import Extent, HandoffManifest, SamplingState, SegmentInfo
+from protocol.handoff import Extent
 from protocol.ids import PeerAddress, TransferOffer
 from protocol.outputs import RequestTiming, TokenLogprobs, TokenOutput, logprobs_pages
 from protocol.requests import EngineRequest
@@ -25,6 +25,7 @@ from protocol.worker_to_worker import (
     Stale,
 )
 from tests.fuzzing import altered, damaged, fuzz
+from tests.protocol.test_handoff_manifest import MANIFEST, SEGMENT
 
 SAMPLING = SamplingParams(
     max_tokens=7,
@@ -43,7 +44,6 @@ REQUEST = EngineRequest(
     output_token_ids=[4],
     cache_salt="é",
 )
-SEGMENT = SegmentInfo(name="target", dtype="bfloat16", shape=(8, 2, 16, 4, 64))
 ADDRESS = PeerAddress(
     worker_id="decode-0",
     incarnation="abc",
@@ -51,22 +51,6 @@ ADDRESS = PeerAddress(
     offers=[TransferOffer(transport="shm", host_id="h", address="@x")],
 )
 STATE = WorkerState(worker_id="decode-0", incarnation="abc", role="decode", counters={"steps": 1.5})
-MANIFEST = HandoffManifest(
-    request_id="r1",
-    lease_id="l1",
-    prefill_worker="prefill-0",
-    prefill_incarnation="p",
-    decode_incarnation="abc",
-    num_tokens=3,
-    token_ids_digest=b"\x00" * 16,
-    segments=[SEGMENT],
-    state_position=20,
-    extents=[Extent(0, [5, 6])],
-    pushed_blocks=2,
-    first_token=11,
-    first_token_position=3,
-    sampling=SamplingState(seed=-1, num_output_tokens=0),
-)
 OUTPUT = TokenOutput(
     request_id="r1",
     token_ids=[1, 2],
