@@ -134,11 +134,8 @@ def rows_of(view: RenderableType) -> list[str]:
 
 
 PAIR = {"peer": "decode-0", "transport": "tcp", "counters": {"kv_transfer_bytes_total": 1e6}}
-PREFILL: dict[str, Any] = {
-    "id": "prefill-0",
-    "role": "prefill",
+PREFILL = WORKER | {
     "host": "10.0.0.1",
-    "lifecycle": "ready",
     "num_running": 1,
     "num_waiting": 4,
     "kv_usage": 0.25,
