@@ -84,6 +84,8 @@ def parse_objectives(specs: Sequence[str]) -> dict[str, float]:
             objectives[name] = float(limit)
         except ValueError:
             raise ValueError(f"--goodput needs NAME:SECONDS, got {spec!r}") from None
+        if not objectives[name] > 0:
+            raise ValueError(f"--goodput needs seconds above 0, got {spec!r}")
     return objectives
 
 

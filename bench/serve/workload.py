@@ -103,10 +103,10 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     Gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less is burstier. An
     infinite rate sends everything at once.
     """
-    if rate <= 0:
+    if not rate > 0:
         raise ValueError(f"--request-rate must be above 0, got {rate}")
-    if burstiness <= 0:
-        raise ValueError(f"--burstiness must be above 0, got {burstiness}")
+    if not 0 < burstiness < np.inf:
+        raise ValueError(f"--burstiness must be above 0 and finite, got {burstiness}")
     if np.isinf(rate):
         return [0.0] * count
     gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), size=count)

@@ -18,7 +18,14 @@ FIVE = "five --output {tmp_path}/out"
     ("command", "options", "complaint"),
     [
         ("serve --model m", "--request-rate 0", "--request-rate"),
+        ("serve --model m", "--request-rate nan", "--request-rate must be above 0, got nan"),
+        (
+            "serve --model m",
+            "--request-rate 1 --burstiness nan",
+            "--burstiness must be above 0 and finite, got nan",
+        ),
         ("serve --model m", "--goodput speed:1", "--goodput"),
+        ("serve --model m", "--goodput ttft:nan", "--goodput needs seconds above 0, got 'ttft:nan'"),
         ("serve --model m", "--extra-body [1]", "--extra-body"),
         ("serve --model m", "--extra-body {", "--extra-body"),
         ("serve --model m", "--base-url localhost", "URL"),
