@@ -22,6 +22,8 @@ HEADER_BYTES = 1 << 20
 
 _PIECE_BYTES = 1 << 24
 """Number of bytes read at a time."""
+_MOST_PATTERN = 256
+_REPEATED_GROUP, _REPETITION = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
 _CHANGES = {
     "use_dora": "DoRA scales the base's weights by column",
     "modules_to_save": "it replaces layers of the base",
@@ -115,10 +117,22 @@ def parse_config(raw: bytes, max_rank: int) -> AdapterConfig:
     for name, why in _CHANGES.items():
         if fields.get(name):
             raise AdapterError(f"{CONFIG}: {name}: not supported: {why}")
+    for pattern in (*(config.rank_pattern or {}), *(config.alpha_pattern or {})):
+        _check_pattern(pattern)
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         if not 1 <= rank <= max_rank:
             raise AdapterError(f"{CONFIG}: r: must be from 1 to --max-lora-rank {max_rank}, got {rank}")
     return config
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise `AdapterError` for a pattern whose search could take for ever."""
+    is_deep = _REPEATED_GROUP.search(pattern) or len(_REPETITION.findall(pattern)) > 3
+    if is_deep or len(pattern) > _MOST_PATTERN:
+        raise AdapterError(
+            f"{CONFIG}: pattern {pattern[:64]!r}: at most {_MOST_PATTERN} characters, 3 repetitions and no "
+            "repeated group, since a search for it could take for ever"
+        )
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: float) -> float:

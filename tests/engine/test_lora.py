@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor
 from engine.batch.runner import Step
 from engine.batch.step_inputs import SequenceRows
 from engine.engine import Engine
-from engine.lora.config import AdapterError
+from engine.lora.config import AdapterError, parse_config
 from engine.lora.files import LowRankProduct
 from engine.lora.layers import AdaptedRows, attach, begin_step
 from engine.lora.table import Adapters, Weights, pack
@@ -308,7 +309,10 @@ CONFIGS = {
     "lora_bias": (True, "adapter_config.json: lora_bias: not supported"),
     "r": (65, "adapter_config.json: r: must be from 1 to --max-lora-rank 64, got 65"),
     "lora_alpha": ("much", "adapter_config.json: lora_alpha: must be"),
-    "alpha_pattern": ({"q_proj": 1e300}, f"{B}: not all of its values, scaled by lora_alpha, are finite"),
+    "alpha_pattern": (
+        {"q_proj": 1e300},
+        "q_proj.lora_B.weight: not all of its values, scaled by lora_alpha, are finite",
+    ),
     "rank_pattern": ({"(": 4}, r"adapter_config.json: pattern '\('"),
 }
 
@@ -341,6 +345,14 @@ def test_an_unsupported_field_or_tensor_is_named(
         changed = {} if changes is None else tensors | changes
         tensors = {name: tensor for name, tensor in changed.items() if tensor is not None}
     assert_refused(table, write(tmp_path, config, tensors), message)
+
+
+@pytest.mark.parametrize("pattern", [r"(\w|\w)*x", ".*.*.*.*x", "q" * 257])
+def test_a_pattern_that_could_be_searched_for_ever_is_refused(pattern: str) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {r".*layers\.(0|1)\..*": 2}}
+    assert parse_config(json.dumps(config).encode(), 64).scale("model.layers.1.q_proj", 4) == 0.5
+    with pytest.raises(AdapterError, match=r"adapter_config.json: pattern .*: at most 256 characters"):
+        parse_config(json.dumps(config | {"rank_pattern": {pattern: 4}}).encode(), 64)
 
 
 @pytest.mark.parametrize(
