@@ -26,7 +26,7 @@ from native.ownership import CACHE_VARIABLE
 from protocol.config import ServeConfig, field_types, flag_name
 from protocol.engine_options import DEFAULT_MODEL
 from protocol.errors import ConfigError
-from protocol.fields import described, json_object, listed
+from protocol.fields import described, is_utf8, json_object, listed
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
 from protocol.requests import parse_lora_modules
@@ -121,8 +121,8 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 def _checked(field: str, value: Any, source: str) -> Any:
     """Return the value, with a whole number such as 16k in digits. Raises `ConfigError`."""
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{source}: must not contain the character NUL")
+    if isinstance(value, str) and ("\0" in value or not is_utf8(value)):
+        raise ConfigError(f"{source}: must be UTF-8 without the character NUL")
     match = _NUMBER.match(value) if isinstance(value, str) and _is_whole(field) else None
     if match is not None:
         value = int(float(match[1]) * _FACTORS[match[2]])

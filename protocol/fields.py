@@ -42,6 +42,11 @@ def listed(text: str | None) -> tuple[str, ...]:
     return tuple(each.strip() for each in (text or "").split(",") if each.strip())
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether messages can hold the text. Other bytes of a command line are surrogates in it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def named_texts(value: object, flag: str, example: str) -> dict[str, str]:
     """Return the texts by name in a mapping, in `name=text,...` or a list of such. Raises `ConfigError`."""
     if isinstance(value, Mapping):

@@ -13,6 +13,7 @@ import typer
 
 from deploy.commands import DEFAULT_URL, ApiKey, Url
 from protocol.errors import ConfigError
+from protocol.fields import is_utf8
 
 Worker = Annotated[str, typer.Argument(help="A worker's id, as `tandem status` shows it.")]
 
@@ -140,6 +141,8 @@ def complete(
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
     body |= {"prompt": sys.stdin.read() if prompt == "-" else prompt}
     body |= {name: value for name, value in {"seed": seed, "stop": stop or None}.items() if value is not None}
+    if not all(map(is_utf8, [body["prompt"], *(stop or ())])):
+        raise ConfigError("PROMPT and --stop: must be UTF-8")
     with client(url, api_key) as http:
         models = [] if model else fields_of(http.get("/v1/models"), "data")["data"]
         body["model"] = model or next((each["id"] for each in models), "")

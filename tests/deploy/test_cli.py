@@ -94,6 +94,7 @@ def test_bad_options_are_one_line_that_names_the_flag(
         (["batch", "a", "b", "--url", "http://"], "--url: must be like http://127.0.0.1:8000, got 'http://'"),
         (["scale", "--url", "http://[::1"], "--url: must be like http://127.0.0.1:8000, got 'http://[::1'"),
         (["complete", "x", "--temperature", "inf"], "--temperature: must be a finite number, got inf"),
+        (["complete", os.fsdecode(b"\xff")], "PROMPT and --stop: must be UTF-8"),
         (["top", "--interval", "inf"], "--interval: must be a finite number, got inf"),
         (["top", "--url", "http://.."], "--url: must be like http://127.0.0.1:8000, got 'http://..'"),
         (["status", "--api-key", "schlüssel"], "--api-key: must have printable ASCII characters only"),

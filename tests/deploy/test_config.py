@@ -1,6 +1,7 @@
 """Flags, environment and file make one configuration; a wrong value names its source."""
 
 import math
+import os
 from typing import get_args
 
 import msgspec
@@ -168,10 +169,12 @@ def test_every_number_has_an_upper_limit():
             load_config({field: "9" * 30}, environ={})
 
 
-def test_a_nul_in_the_file_is_refused(config_file):
+def test_text_that_no_message_can_hold_is_refused(config_file):
     path = config_file('model: "a\\0b"\n')
-    with pytest.raises(ConfigError, match="model: must not contain the character NUL"):
+    with pytest.raises(ConfigError, match="model: must be UTF-8 without the character NUL"):
         load_config(environ={}, config_file=path)
+    with pytest.raises(ConfigError, match="--served-model-name: must be UTF-8 without"):
+        load_config({"served_model_name": os.fsdecode(b"\xff")}, environ={})
 
 
 def test_a_later_source_overrides_a_bad_value(config_file):
