@@ -22,6 +22,7 @@ import httpx
 import psutil
 
 from bench.report import REPO
+from deploy.processes import end_with_parent
 from native.ownership import check_own, open_own
 
 HOST = "127.0.0.1"
@@ -93,6 +94,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **command.env},
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
 
     @property

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -86,7 +87,8 @@ class ProcessWatch:
 
 log = logging.getLogger(__name__)
 
-_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _KILL_ROUNDS = 3
 _DIRECTORY_PREFIX = "tandem-"
 _LOCK = ".tandem-lock"
@@ -94,7 +96,12 @@ _LOCK = ".tandem-lock"
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that `end_descendants` finds them."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when its parent's thread ends, for use as a `preexec_fn`."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def end_descendants(grace_s: float) -> None:

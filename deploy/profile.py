@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from deploy.config import load_config
 from deploy.preflight import check_start
+from deploy.processes import end_with_parent
 from deploy.resources import choose_threads
 from messaging.files import check_output_file
 from planner.calibration import ALWAYS_SPLIT, NUM_BURSTS, calibrate
@@ -72,7 +73,12 @@ def _serving(arguments: list[str], start_timeout: float) -> Iterator[str]:
     with tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "deploy", "serve", *arguments]
         server = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
         overdue = Timer(start_timeout + END_S, server.kill)
         overdue.start()

@@ -15,6 +15,7 @@ from bench import servers
 from bench.peers.systems import SYSTEMS, SystemSettings, labels_of, parse_system
 from bench.servers import Command, free_port, running
 from tests.processes import is_running
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +51,7 @@ def test_a_system_is_ready_when_entered_and_gone_with_its_children_when_left(tmp
     assert not is_running(child)
 
 
-def test_a_terminated_bench_leaves_no_server(tmp_path):
+def start_bench(tmp_path):
     bench = f"""
 import time
 from pathlib import Path
@@ -62,6 +63,22 @@ with running([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), timeout=
     process = subprocess.Popen([sys.executable, "-c", bench], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_a_killed_bench_leaves_no_server(tmp_path, number):
+    process = start_bench(tmp_path)
+    server = child_in(tmp_path).parent()
+    process.send_signal(number)
+    assert process.wait(60) == -number
+    assert server is not None
+    wait_until(lambda: not is_running(server), 60)
+    child_in(tmp_path).kill()
+
+
+def test_a_terminated_bench_leaves_no_server(tmp_path):
+    process = start_bench(tmp_path)
     child = child_in(tmp_path)
     server = child.parent()
     process.terminate()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -20,6 +23,9 @@ from planner.calibration import (
 )
 from planner.profile import LinkProfile, read_profile
 from protocol.speculation import MethodState, SpeculationState
+from tests.deploy.server_process import ROOT
+from tests.processes import is_running
+from tests.waiting import wait_until
 
 
 def told(role: str, **costs: float) -> dict:
@@ -115,6 +121,16 @@ def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
     assert [each.method for each in drafts.methods] == ["draft_model"]
     assert drafts.methods[0].by_class and drafts.methods[0].level_s > 0
     assert "tandem-code-10m" in measured.name and "Measured by tandem profile" in measured.sources[0]
+
+
+def test_a_killed_profile_leaves_no_server():
+    code = "from deploy.profile import _serving\nwith _serving(['--port', '0'], 60): pass"
+    profile = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    wait_until(lambda: psutil.Process(profile.pid).children(), 60)
+    (server,) = psutil.Process(profile.pid).children()
+    profile.kill()
+    profile.wait()
+    wait_until(lambda: not is_running(server), 60)
 
 
 @pytest.mark.parametrize(
