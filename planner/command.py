@@ -65,6 +65,7 @@ def plan(options: PlanOptions, console: Console) -> None:
         options.trace_scale_lengths, options.max_input_len, options.max_output_len, options.trace_speedup
     )
     requests = fitted(read_trace(Path(options.trace), options.num_prompts), fit)
+    folder = _made(Path(options.output))
     outcomes = _simulate(Study(profile, requests, fit.block_tokens, slo), options.workers, console)
     _print_plan(console, outcomes, slo)
     chosen = best(outcomes)
@@ -74,8 +75,17 @@ def plan(options: PlanOptions, console: Console) -> None:
         choices = draft_choices(profile.speculation, BATCHES)
         _print_drafts(console, choices, profile.speculation.methods[0].method, chosen)
         document["drafts"] = choices
-    _write(document, outcomes, slo, Path(options.output))
+    _write(document, outcomes, slo, folder)
     console.print(f"Written: {options.output}/plan.svg, {options.output}/plan.json", highlight=False)
+
+
+def _made(folder: Path) -> Path:
+    """Make the output's folder before the simulation, which may take minutes. Raises `ConfigError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write to {folder}: {error.strerror}") from error
+    return folder
 
 
 def _simulate(study: Study, workers: int, console: Console) -> list[PlanOutcome]:
@@ -185,7 +195,6 @@ def _plot(outcomes: Sequence[PlanOutcome], slo: Slo, path: Path) -> None:
     _finish_plot(ttft, "time to first token, p90, s", slo.ttft_s)
     _finish_plot(tpot, "time per output token, p90, ms", slo.tpot_s * 1e3)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
 

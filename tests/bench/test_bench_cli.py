@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from bench.cli import app
 from bench.peers.vllm_proxy import LAST_CHUNK, ReceivedRequest, chunk, head
+from bench.report import publish
 
 
 async def complete(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
@@ -77,3 +78,10 @@ async def test_no_server(unused_tcp_port):
     result = await run("--base-url", f"http://127.0.0.1:{unused_tcp_port}", "--num-prompts", 1)
     assert result.exit_code == 1
     assert "no connection" in result.output
+
+
+def test_figures_that_cannot_be_written_are_shown(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        publish(tmp_path / "file" / "out", {}, "the figures")
+    assert "the figures" in capsys.readouterr().out

@@ -73,9 +73,11 @@ def test_the_bundled_profile_names_its_sources_and_drafts(files):
         ("max_input_len", "0", "an integer from 1 to"),
         ("profile", "h200", "there is no file h200; bundled are h100-llama-3.1-8b"),
         ("trace", "nowhere.jsonl", "nowhere.jsonl: cannot be read"),
+        ("output", "/dev/null/out", "--output: cannot write to /dev/null/out: Not a directory"),
     ],
 )
-def test_bad_options_are_named_with_their_limits(files, flag, value, complaint):
+def test_bad_options_are_named_with_their_limits(files, monkeypatch, flag, value, complaint):
+    monkeypatch.setattr("planner.command._simulate", lambda *_: pytest.fail("simulated"))
     result = run(files, **{flag: value})
     assert result.exit_code == 2
     assert complaint in result.output and "Traceback" not in result.output
