@@ -63,8 +63,8 @@ app.command(
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(offline.bench)
 app.command(cls=ConfigCommand, no_args_is_help=False)(profile)
-for offline_command in (offline.plan, offline.quantize):
-    app.command(cls=Command)(offline_command)
+app.command()(offline.plan)
+app.command()(offline.quantize)
 app.command()(version)
 app.add_typer(keys, name="key")
 app.add_typer(offline.speculate, name="speculate")
