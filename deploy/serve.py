@@ -25,6 +25,8 @@ def serve(config: ServeConfig) -> int:
     patience = Patience(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, patience.on_signal)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores the end of the terminal
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     adopt_orphans()
     cluster = RayCluster(config)
     threads, _ = choose_threads(config, host_cores())
