@@ -97,10 +97,11 @@ class MiniWorker:
     def address(self) -> PeerAddress:
         return PeerAddress(worker_id=self.worker_id, incarnation=self.incarnation, control="tcp://x:1")
 
-    def say(self, *outputs: TokenOutput) -> None:
-        self.outbox.append(
-            StepOutput(worker_id=self.worker_id, incarnation=self.incarnation, outputs=list(outputs))
-        )
+    def tell(self, kind: Any, **fields: Any) -> None:
+        self.outbox.append(kind(worker_id=self.worker_id, incarnation=self.incarnation, **fields))
+
+    def say(self, output: TokenOutput) -> None:
+        self.tell(StepOutput, outputs=[output])
 
     def fail(self, request_id: str, kind: str) -> None:
         self.say(TokenOutput(request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind))
@@ -172,21 +173,11 @@ class World:
                     worker.jobs.pop(request_id, None)
             case CallRoll():
                 absent = [each for each in message.request_ids if each not in worker.jobs]
-                worker.outbox.append(
-                    AbsentRequests(
-                        worker_id=worker.worker_id, incarnation=worker.incarnation, request_ids=absent
-                    )
-                )
+                worker.tell(AbsentRequests, request_ids=absent)
             case Redirect():
                 self._redirect(worker, message)
             case Prefetch():
-                answer = Prefetched(
-                    worker_id=worker.worker_id,
-                    incarnation=worker.incarnation,
-                    request_id=message.request.request_id,
-                    complete=complete,
-                )
-                worker.outbox.append(answer)
+                worker.tell(Prefetched, request_id=message.request.request_id, complete=complete)
             case PrepareToLeave():
                 worker.next = (message.role, message.next_incarnation)  # type: ignore[attr-defined]
             case Leave():
@@ -233,16 +224,9 @@ class World:
             decode.jobs[job.message.request.request_id] = Job(_with_decode(job.message, None), job.sent)
             return
         job.is_held = True
-        worker.outbox.append(
-            HandoverFailed(
-                worker_id=worker.worker_id,
-                incarnation=worker.incarnation,
-                request_id=job.message.request.request_id,
-                decode_incarnation=job.message.decode.incarnation,
-                error_kind=refusal or "worker_lost",
-                reason="it did not work",
-            )
-        )
+        why = {"error_kind": refusal or "worker_lost", "reason": "it did not work"}
+        decode_incarnation, request_id = job.message.decode.incarnation, job.message.request.request_id
+        worker.tell(HandoverFailed, request_id=request_id, decode_incarnation=decode_incarnation, **why)
 
     def give_up_what_is_held(self, worker: MiniWorker) -> None:
         """Let held requests expire without the router's decision, as if a message were lost."""
