@@ -30,7 +30,7 @@ from engine.parallel.leader import Leader
 from engine.parallel.pools import rank_layout
 from engine.parallel.runner import share_of
 from engine.sampler import Grammars, Sampler, SamplingRow
-from engine.sampler.grammars import load_grammar_tokenizer
+from engine.sampler.grammars import load_vocabulary
 from engine.step.profiling import activation_bytes
 from engine.step.speculation_interface import Speculator
 from protocol.config import ServeConfig
@@ -168,7 +168,7 @@ class Assembly:
     @cached_property
     def grammars(self) -> Grammars:
         vocabulary = self.loaded.vocab_size, self.loaded.eos_token_ids
-        return Grammars(partial(load_grammar_tokenizer, self.config, *vocabulary))
+        return Grammars(partial(load_vocabulary, self.config, *vocabulary))
 
     def sampler(self) -> Sampler:
         loaded = self.loaded

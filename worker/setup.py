@@ -25,7 +25,7 @@ from engine.load.select import pack_model
 from engine.parallel.follower import follow
 from engine.parallel.group import Ranks
 from engine.parallel.leader import Leader, join_by
-from engine.sampler.grammars import load_grammar_tokenizer
+from engine.sampler.grammars import load_vocabulary
 from kvtransfer.blocks.device import queue_of
 from kvtransfer.blocks.layout import JoinedBlocks
 from kvtransfer.blocks.memory import PoolMemory
@@ -196,7 +196,7 @@ def preload_models(config: ServeConfig) -> bool:
     keep_preloaded(models)
     if config.tokenizer is None:  # a tokenizer from elsewhere may be on a hub that does not answer
         with suppress(InvalidRequestError):  # which a worker tells to the requests that need it
-            load_grammar_tokenizer(config, target.vocab_size, target.eos_token_ids)
+            load_vocabulary(config, target.vocab_size, target.eos_token_ids)
     return True
 
 

@@ -255,7 +255,7 @@ def _floats(file: GgufFile, name: str) -> Sequence[float]:
     return values
 
 
-_LAYOUT = 1
+_LAYOUT = 2
 """Version of the folder's content; raise it when the content written for a file changes."""
 
 
@@ -306,4 +306,4 @@ def _write(file: GgufFile, folder: Path) -> None:
         ("tokenizer_config.json", settings),
     ):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)

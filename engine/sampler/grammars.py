@@ -15,10 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer
 
-from checkpoints.source import hf_source
+from checkpoints.tokenizer import TokenizerSource, load_files, whole_tokenizer
 from engine.sampler.edits import common_prefix
 from engine.sampler.rows import SamplingRow, TokenMasks
 from protocol.config import ServeConfig
@@ -31,11 +29,11 @@ _LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class Grammars:
-    """The grammars of one model's requests. `load_tokenizer` is called once, for the first grammar."""
+    """The grammars of one model's requests. `load` is called once, for the first grammar."""
 
-    def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._tokenizer: LLTokenizer | None = None
+    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+        self._load = load
+        self._vocabulary: Vocabulary | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self.compile = lru_cache(MAX_COMPILED)(self._begin_compile)
         self._matchers: dict[str, Matcher] = {}
@@ -44,14 +42,13 @@ class Grammars:
         """The call in the mask thread, until `wait`."""
         self._expected: _Expected | None = None
         self._words = np.empty((0, 0), np.int32)
-        self._first_bytes = np.empty(0, np.int16)
 
     def prepare(self) -> None:
-        """Load the tokenizer before the first request needs it: that can keep all threads from Python for
+        """Load the vocabulary before the first request needs it: that can keep all threads from Python for
         seconds, heartbeats included. A failure is told to each request with a grammar.
         """
         with suppress(InvalidRequestError):
-            self._thread.submit(self._load).result()
+            self._thread.submit(self._loaded).result()
 
     def _begin_compile(self, grammar: str) -> Future[LLMatcher]:
         """Compile a grammar in a separate thread. The future has a matcher at the grammar's start, to be
@@ -59,23 +56,22 @@ class Grammars:
         return self._thread.submit(self._compile, grammar)
 
     def _compile(self, grammar: str) -> LLMatcher:
-        compiled = LLMatcher(self._load(), grammar, log_level=0, limits=_LIMITS)
+        compiled = LLMatcher(self._loaded().tokenizer, grammar, log_level=0, limits=_LIMITS)
         if compiled.is_error():
             raise InvalidRequestError("grammar", compiled.get_error())
         return compiled
 
-    def _load(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer()
-            self._first_bytes = _first_bytes(self._tokenizer)
-        return self._tokenizer
+    def _loaded(self) -> Vocabulary:
+        if self._vocabulary is None:
+            self._vocabulary = self._load()
+        return self._vocabulary
 
     def allows(self, row: SamplingRow, token_ids: Sequence[int]) -> bool:
         """Return whether these tokens may follow the row. The last one may be an end token."""
         self.wait()
         matcher = self._matcher_of(row)
-        assert self._tokenizer is not None
-        ends = token_ids[-1] in self._tokenizer.eos_tokens
+        assert self._vocabulary is not None
+        ends = token_ids[-1] in self._vocabulary.tokenizer.eos_tokens
         output, drafted = row.output_token_ids, [*row.drafted, *(token_ids[:-1] if ends else token_ids)]
         is_allowed = matcher.follow(output, drafted) == len(output) + len(drafted)
         return is_allowed and (not ends or matcher.may_end())
@@ -129,8 +125,8 @@ class Grammars:
         matchers = [self._matcher_of(rows[number]) for number in constrained]
         count = len(matchers)
         if len(self._words) < count:
-            assert self._tokenizer is not None
-            self._words = np.empty((2 * count, -(-self._tokenizer.vocab_size // 32)), np.int32)
+            assert self._vocabulary is not None
+            self._words = np.empty((2 * count, -(-self._vocabulary.tokenizer.vocab_size // 32)), np.int32)
         words = self._words[:count]
         address, stride = words.ctypes.data, words.strides[0]
         for place, matcher in enumerate(matchers):
@@ -142,7 +138,7 @@ class Grammars:
         if matcher is None:
             assert row.params.grammar is not None
             start = self.compile(row.params.grammar).result()
-            matcher = self._matchers[row.request_id] = Matcher(start, self._first_bytes)
+            matcher = self._matchers[row.request_id] = Matcher(start, self._loaded().first_bytes)
         return matcher
 
 
@@ -291,35 +287,42 @@ def _allow(words: np.ndarray, token: int) -> None:
     words.view(np.uint32)[token >> 5] = 1 << (token & 31)
 
 
-def _first_bytes(tokenizer: LLTokenizer) -> np.ndarray:
-    """Return int16 [tokens]: the first byte of each token's text; -1 for special and empty tokens."""
-    found = np.full(tokenizer.vocab_size, -1, np.int16)
-    for token in range(tokenizer.vocab_size):
-        if not tokenizer.is_special_token(token) and (text := tokenizer.decode_bytes([token])):
-            found[token] = text[0]
-    return found
+class Vocabulary(NamedTuple):
+    """llguidance's tokenizer, and the first byte of each token's text, int16 [tokens]; -1 for special and
+    empty tokens.
+    """
+
+    tokenizer: LLTokenizer
+    first_bytes: np.ndarray
+
+    @classmethod
+    def of(cls, tokenizer: LLTokenizer) -> Vocabulary:
+        found = np.full(tokenizer.vocab_size, -1, np.int16)
+        for token in range(tokenizer.vocab_size):
+            if not tokenizer.is_special_token(token) and (text := tokenizer.decode_bytes([token])):
+                found[token] = text[0]
+        return cls(tokenizer, found)
 
 
-def load_grammar_tokenizer(config: ServeConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Load llguidance's tokenizer. Raise `InvalidRequestError` for the request that needs it.
+def load_vocabulary(config: ServeConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+    """Load the vocabulary of the model, or of its draft. Raise `InvalidRequestError` for the request that
+    needs it.
 
     It is loaded once in a process, which shares it with the processes that are forked from it.
     """
     if not eos_token_ids:
         raise InvalidRequestError("grammar", "the model has no end-of-sequence token")
-    source, is_trusted = config.tokenizer_source, config.trust_remote_code
     try:
-        return _tokenizer(source, config.revision, is_trusted, vocab_size, tuple(eos_token_ids))
+        return _load_vocabulary(TokenizerSource.of(config), vocab_size, tuple(eos_token_ids))
     except Exception as error:  # several libraries raise errors of their own
         raise InvalidRequestError("grammar", f"not with this model's tokenizer: {error}") from error
 
 
 @lru_cache(2)
-def _tokenizer(
-    source: str, revision: str | None, is_trusted: bool, vocab_size: int, eos_token_ids: tuple[int, ...]
-) -> LLTokenizer:
-    """Return the tokenizer of the model, or of its draft."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        hf_source(source, revision), revision=revision, trust_remote_code=is_trusted
-    )
-    return from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)), list(eos_token_ids))
+def _load_vocabulary(source: TokenizerSource, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    text, end_tokens = whole_tokenizer(*load_files(source)), [*eos_token_ids]
+    try:
+        tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=end_tokens)
+    except ValueError:  # the tokenizer may have more tokens than the model
+        tokenizer = LLTokenizer(text, eos_token=end_tokens)
+    return Vocabulary.of(tokenizer)

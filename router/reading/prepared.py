@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from checkpoints.source import hf_source
+from checkpoints.tokenizer import find_files
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.sampling import MODELS_OWN, SamplingParams, check_sampling_params
@@ -20,7 +21,6 @@ from router.answers.formats import OutputOptions
 from router.errors import ApiError, too_long
 from router.grammars.structured_outputs import AskedGrammar
 from router.text.choice import Echo, Prompt
-from router.text.tokenizer import find_files
 
 FILE = "generation_config.json"
 

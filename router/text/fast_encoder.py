@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import BPE
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,12 @@ PROBE_TOKENS = 64
 
 def fast_encode(tokenizer: FastTokenizer) -> Encode | None:
     """Return an encoder that releases the GIL; None if its ids may differ."""
-    source = tokenizer.to_str()
-    if not _is_known(json.loads(source)):
+    if not _is_known(tokenizer):
         return None
     try:
         from fastokens import Tokenizer as Fastokens
 
-        fast = Fastokens.from_json_str(source)
+        fast = Fastokens.from_json_str(tokenizer.to_str())
     except (ImportError, ValueError) as error:
         logger.warning("prompts are tokenized ten times slower, without fastokens: %s", error)
         return None
@@ -67,15 +67,20 @@ def fast_encode(tokenizer: FastTokenizer) -> Encode | None:
     return encode
 
 
-def _is_known(source: Mapping[str, Any]) -> bool:
-    model, added = source["model"], source["added_tokens"]
+def component(part: Any) -> Any:
+    """Return a tokenizer's normalizer, decoder or other part but its model as `tokenizer.json` has it."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _is_known(tokenizer: FastTokenizer) -> bool:
+    model, added = tokenizer.model, tokenizer.get_added_tokens_decoder().values()
     return (
-        model["type"] == "BPE"
-        and not any(model.get(name) for name in ("dropout", "unk_token", "byte_fallback", "fuse_unk"))
-        and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
-        and source["normalizer"] in (None, {"type": "NFC"})
-        and _splits_as_known(source["pre_tokenizer"])
-        and not any(token[flag] for token in added for flag in ("single_word", "lstrip", "rstrip"))
+        isinstance(model, BPE)
+        and not any((model.dropout, model.unk_token, model.byte_fallback, model.fuse_unk))
+        and not any((model.continuing_subword_prefix, model.end_of_word_suffix))
+        and component(tokenizer.normalizer) in (None, {"type": "NFC"})
+        and _splits_as_known(component(tokenizer.pre_tokenizer))
+        and not any(token.single_word or token.lstrip or token.rstrip for token in added)
     )
 
 

@@ -1,15 +1,9 @@
-"""The router's tokenizer: the library `tokenizers` alone, with the settings that Transformers would apply,
-and the files that it is loaded from.
-"""
+"""The router's tokenizer: the library `tokenizers` alone, with the settings that Transformers would apply."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from checkpoints.source import hf_source
+from checkpoints.tokenizer import TokenizerSource, load_files, special_tokens, whole_tokenizer
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.errors import too_long
@@ -32,89 +26,13 @@ from router.text.detokenizer import (
     WindowDetokenizer,
     piece_decoding,
 )
-from router.text.fast_encoder import UNSURE, fast_encode
-
-_TEMPLATES = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *_TEMPLATES.values())
-_CONVERT = (
-    "import sys; from transformers import AutoTokenizer; "
-    "AutoTokenizer.from_pretrained(sys.argv[1], revision=sys.argv[2] or None, "
-    "trust_remote_code=sys.argv[3] == 'True').save_pretrained(sys.argv[4])"
-)
-CONVERT_TIMEOUT_S = 300.0
-_SLOW = ("*token*", "*.model", "*.vocab", "vocab*", "merges*")
-"""Names of the files from which Transformers can convert a slow tokenizer."""
-
-
-def load_files(config: ServeConfig) -> tuple[str, dict[str, Any]]:
-    """Return the text of `tokenizer.json` and the settings of `tokenizer_config.json`.
-
-    Chat templates in separate files take precedence over those of the settings. If a model has only a slow
-    tokenizer's files, Transformers converts them in a separate process. Raises `ConfigError`.
-    """
-    source = hf_source(config.tokenizer_source, config.revision)
-    flag = tokenizer_flag(config)
-    files = find_files(source, config.revision, FILES, flag)
-    if "tokenizer.json" in files:
-        return _read(files, flag)
-    if Path(source).is_dir() and not any(path for name in _SLOW for path in Path(source).glob(name)):
-        raise ConfigError(f"{flag}: {source} has no tokenizer (tokenizer.json, or files of a slow tokenizer)")
-    with tempfile.TemporaryDirectory(prefix="tandem-tokenizer-") as folder:
-        _convert(config, folder)
-        return _read(find_files(folder, None, FILES, flag), flag)
-
-
-def find_files(source: str, revision: str | None, names: Sequence[str], flag: str) -> dict[str, Path]:
-    """Return the named files of a folder, of the hub, or (offline) of its cache. Raises `ConfigError`."""
-    folder = Path(source)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(source, revision=revision, allow_patterns=[*names]))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{flag}: cannot get {', '.join(names)} of {source!r}: {error}") from error
-    return {name: folder / name for name in names if (folder / name).is_file()}
-
-
-def tokenizer_flag(config: ServeConfig) -> str:
-    """Return the option that names the tokenizer's source."""
-    return "--model" if config.tokenizer is None else "--tokenizer"
-
-
-def _convert(config: ServeConfig, folder: str) -> None:
-    arguments = [config.tokenizer_source, config.revision or "", str(config.trust_remote_code), folder]
-    command = [sys.executable, "-c", _CONVERT, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S)
-    if done.returncode or not (Path(folder) / "tokenizer.json").is_file():
-        reason = (done.stderr.strip().splitlines() or ["it has no fast tokenizer"])[-1]
-        raise ConfigError(
-            f"{tokenizer_flag(config)}: {config.tokenizer_source} has no usable tokenizer: {reason}"
-        )
-
-
-def _read(files: dict[str, Path], flag: str) -> tuple[str, dict[str, Any]]:
-    try:
-        settings: dict[str, Any] = {}
-        for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            if name in files:
-                settings.update(json.loads(files[name].read_text()))
-        known = [(name, files[file]) for name, file in _TEMPLATES.items() if file in files]
-        templates = [{"name": name, "template": file.read_text()} for name, file in known]
-        if templates:
-            settings["chat_template"] = templates
-        return files["tokenizer.json"].read_text(), settings
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{flag}: cannot read the tokenizer's files: {error}") from error
-
+from router.text.fast_encoder import UNSURE, component, fast_encode
 
 SAFE_CHARACTERS_PER_TOKEN = 8
 PIECE_CHARACTERS = 64 * 1024
 
 _TRIM = re.compile(r'("trim_offsets"\s*:\s*)true\b')
 """Matches `trim_offsets`: trimmed offsets leave a token's spaces out. No token id depends on them."""
-
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -124,20 +42,19 @@ class Tokenizer:
         self, tokenizer_json: str, settings: Mapping[str, Any], chat_template: str | None = None
     ) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        whole = whole_tokenizer(tokenizer_json, settings)
+        self._json = whole.encode()
         try:
-            self._fast = FastTokenizer.from_str(_TRIM.sub(r"\1false", tokenizer_json))
+            self._fast = FastTokenizer.from_str(_TRIM.sub(r"\1false", whole))
         except Exception as error:  # tokenizers raises no narrower type
             raise ConfigError(f"--tokenizer: tokenizer.json is not usable: {error}") from error
-        self._fast.no_truncation()
-        self._fast.no_padding()
-        self.special_tokens = _special_tokens(settings)
-        _mark_special(self._fast, self.special_tokens, settings)
+        self.special_tokens = special_tokens(settings)
         self._fast_encode = fast_encode(self._fast)
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_ids = {each.content: token for token, each in added.items() if _is_special(each)}
         """Ids, by text, of the tokens that llguidance treats as special."""
-        self._decoding = piece_decoding(json.loads(self._fast.to_str())["decoder"])
+        self._decoding = piece_decoding(component(self._fast.decoder))
         if self._decoding is not None:
             self._all_bytes = TokenBytes(self._fast, self._decoding, frozenset())
             self._texts: dict[frozenset[int], TokenTexts] = {frozenset(): TokenTexts(self._all_bytes)}
@@ -156,7 +73,7 @@ class Tokenizer:
         chat_template = None
         if config.chat_template is not None:
             chat_template = _read_template(Path(config.chat_template))
-        return cls(*load_files(config), chat_template)
+        return cls(*load_files(TokenizerSource.of(config)), chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -201,7 +118,7 @@ class Tokenizer:
 
     def as_json(self) -> str:
         """Return the text of `tokenizer.json`, with the tokens that only the settings mark as special."""
-        return self._fast.to_str()
+        return self._json.decode()
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of `tokenizer_config.json` that are not in the tokenizer's own file."""
@@ -276,30 +193,8 @@ def _read_template(path: Path) -> str:
     return source
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    named = {}
-    for name in _SPECIAL_NAMES:
-        token = settings.get(name)
-        content = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(content, str):
-            named[name] = content
-    return named
-
-
 def _is_special(token: AddedToken) -> bool:
     return token.special or (token.content.startswith("<") and token.content.endswith(">"))
-
-
-def _mark_special(fast: FastTokenizer, named: Mapping[str, str], settings: Mapping[str, Any]) -> None:
-    """Mark tokens of the vocabulary as special if the settings do and `tokenizer.json` does not."""
-    contents = list(named.values())
-    for entry in (settings.get("added_tokens_decoder") or {}).values():
-        if entry.get("special"):
-            contents.append(entry["content"])
-    known = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
-    missing = [content for content in dict.fromkeys(contents) if content not in known]
-    there = [each for each in missing if fast.token_to_id(each) is not None]
-    fast.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in there])
 
 
 def _templates_of(settings: Mapping[str, Any]) -> tuple[str | None, str | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from llguidance.hf import from_tokenizer
+from llguidance import LLTokenizer
 
 from engine.load.loader import keep_preloaded
 from engine.sampler import grammars
@@ -23,14 +23,14 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Collect the vocabularies of the tokenizers that are loaded."""
     seen: list[int] = []
 
-    def load(tokenizer: object, vocab_size: int, eos_token_ids: list[int]) -> object:
-        seen.append(vocab_size)
-        return from_tokenizer(tokenizer, vocab_size, eos_token_ids)
+    def load(text: str, n_vocab: int, eos_token: list[int]) -> object:
+        seen.append(n_vocab)
+        return LLTokenizer(text, n_vocab, eos_token)
 
-    monkeypatch.setattr(grammars, "from_tokenizer", load)
-    grammars._tokenizer.cache_clear()
+    monkeypatch.setattr(grammars, "LLTokenizer", load)
+    grammars._load_vocabulary.cache_clear()
     yield seen
-    grammars._tokenizer.cache_clear()
+    grammars._load_vocabulary.cache_clear()
 
 
 def test_a_template_loads_them_for_all_of_its_workers(loads: list[int]) -> None:

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.engine import Engine
 from engine.sampler import Grammars, SamplingRow, native
+from engine.sampler.grammars import Vocabulary
 from engine.sampler.rows import TokenMasks
 from protocol.errors import InvalidRequestError
 from protocol.requests import EngineRequest
@@ -84,7 +85,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def fresh_words(tokenizer: LLTokenizer, row: SamplingRow) -> np.ndarray:
-    masks = Grammars(lambda: tokenizer).masks([row])
+    masks = Grammars(lambda: Vocabulary.of(tokenizer)).masks([row])
     assert masks is not None
     return masks.words
 
@@ -97,7 +98,7 @@ def test_a_place_in_a_grammar_is_a_function_of_the_output(tokenizer: LLTokenizer
     texts += ["[a] is", "[ab,c] is a list", "[a] is a list of words"]
     outputs = [tokenizer.tokenize_str(text) for text in texts]
     forbidden = [tokenizer.tokenize_str(text) for text in ("]", "[ab,,", "[1", "[abcdefghij", "[a] was")]
-    asked = Grammars(lambda: tokenizer)
+    asked = Grammars(lambda: Vocabulary.of(tokenizer))
     rng = random.Random(0)
     for output in rng.choices(outputs + forbidden, k=300):
         split = 0 if output in forbidden else rng.randint(0, len(output))
@@ -114,7 +115,7 @@ def test_a_place_in_a_grammar_is_a_function_of_the_output(tokenizer: LLTokenizer
 
 def test_a_place_follows_an_output_that_grows(tokenizer: LLTokenizer) -> None:
     """Token by token, with rejected drafts in between."""
-    asked, row = Grammars(lambda: tokenizer), make_row("r", grammar=LIST_AND_TEXT)
+    asked, row = Grammars(lambda: Vocabulary.of(tokenizer)), make_row("r", grammar=LIST_AND_TEXT)
     for token in tokenizer.tokenize_str("[ab,c] is a list of words"):
         asked.allows(row, tokenizer.tokenize_str("abc,d]"))
         found = asked.masks([row])
@@ -126,7 +127,7 @@ def test_a_place_follows_an_output_that_grows(tokenizer: LLTokenizer) -> None:
 
 def test_forced_texts_are_the_only_allowed_ones(tokenizer: LLTokenizer) -> None:
     """A forced token equals llguidance's own mask. Elsewhere there is a choice."""
-    grammars, forced = Grammars(lambda: tokenizer), 0
+    grammars, forced = Grammars(lambda: Vocabulary.of(tokenizer)), 0
     output = tokenizer.tokenize_str("[ab,c] is a list of words")
     matcher = grammars.compile(LIST_AND_TEXT).result().deep_copy()
     for place, token in enumerate(output):
@@ -143,7 +144,7 @@ def test_forced_texts_are_the_only_allowed_ones(tokenizer: LLTokenizer) -> None:
 def test_if_llguidance_fails_no_token_is_allowed(tokenizer: LLTokenizer) -> None:
     """A grammar may reach its limit of work even in the middle of a draft."""
     asked, row = (
-        Grammars(lambda: tokenizer),
+        Grammars(lambda: Vocabulary.of(tokenizer)),
         make_row("r", output=tokenizer.tokenize_str("["), grammar=ANY_LIST),
     )
     for drafted in ([], tokenizer.tokenize_str("ab,")):
@@ -157,7 +158,7 @@ def test_if_llguidance_fails_no_token_is_allowed(tokenizer: LLTokenizer) -> None
 
 def test_grammars_are_cached_while_in_use(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.sampler.grammars.MAX_COMPILED", 2)
-    grammars = Grammars(lambda: tokenizer)
+    grammars = Grammars(lambda: Vocabulary.of(tokenizer))
     one, two, three = (f'start: "{name}"' for name in ("one", "two", "three"))
     first = grammars.compile(one)
     grammars.compile(two)

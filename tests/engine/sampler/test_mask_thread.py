@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 from engine.batch.runner import ForwardOutput
 from engine.engine import Engine
 from engine.sampler import Grammars, SamplingRow
-from engine.sampler.grammars import Matcher
+from engine.sampler.grammars import Matcher, Vocabulary
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.engine.sampler_reference import make_row
@@ -37,7 +37,7 @@ def check(grammars: Grammars, rows: Sequence[SamplingRow], tokenizer: LLTokenize
     assert found is not None
     assert found.rows == [number for number, row in enumerate(rows) if row.params.grammar is not None]
     for words, number in zip(found.words, found.rows, strict=True):
-        alone = Grammars(lambda: tokenizer).masks([rows[number]])
+        alone = Grammars(lambda: Vocabulary.of(tokenizer)).masks([rows[number]])
         assert alone is not None and (words == alone.words).all()
 
 
@@ -58,7 +58,7 @@ def test_rows_may_come_in_any_order_and_batch(tokenizer: LLTokenizer) -> None:
         for name, output in enumerate(outputs)
         for row in chain(make_row(str(name), output=output, grammar=LIST), tokenizer.tokenize_str("[a,"))
     ]
-    grammars, rng = Grammars(lambda: tokenizer), random.Random(0)
+    grammars, rng = Grammars(lambda: Vocabulary.of(tokenizer)), random.Random(0)
     for _ in range(3):
         grammars.expect(rows)
         others = [make_row("free"), make_row("new", output=outputs[1], grammar=LIST)]
@@ -71,7 +71,7 @@ def test_a_mask_never_belongs_to_another_place(tokenizer: LLTokenizer) -> None:
     """Neither to a shorter output, nor to drafts after it, nor to another request or grammar with
     this name.
     """
-    grammars = Grammars(lambda: tokenizer)
+    grammars = Grammars(lambda: Vocabulary.of(tokenizer))
     row = make_row("r", output=tokenizer.tokenize_str("[ab"), grammar=LIST)
 
     def expect() -> None:
@@ -111,7 +111,7 @@ def test_a_matcher_is_not_used_while_its_mask_is_computed(
         return matcher_of(grammars, row)
 
     monkeypatch.setattr(Grammars, "_matcher_of", slow)
-    grammars = Grammars(lambda: tokenizer)
+    grammars = Grammars(lambda: Vocabulary.of(tokenizer))
     outputs = [tokenizer.tokenize_str(text) for text in ("[ab", "[a] is")]
     first, second = (make_row("r", output=output, grammar=LIST) for output in outputs)
     other = make_row("other", output=outputs[0], grammar=LIST)
