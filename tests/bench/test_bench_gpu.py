@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -135,7 +134,7 @@ def test_shapes_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert re.search(r"they take 3\d GiB, and 20 GiB are free", result.output)
 
 
-def test_the_report(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results], tmp_path: Path) -> None:
+def test_the_report(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results]) -> None:
     _, plan, results = on_the_cpu
     results = replace(results, kernels=[KernelComparison("attention", 2e-6, 1e-6)])
     text = as_markdown("tiny", ROOFS, Roofs("a device", 5e11, 2e13, ""), plan, results)

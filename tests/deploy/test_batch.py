@@ -200,7 +200,7 @@ def test_a_file_without_a_last_line_end_is_not_cut(server, run, tmp_path, text):
     assert (tmp_path / "out.jsonl").read_text() == text and not server.seen
 
 
-def test_requests_as_output_are_kept(server, tmp_path):
+def test_requests_as_output_are_kept(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text(line("a"))
     result = CliRunner().invoke(app, ["batch", str(source), str(source)])

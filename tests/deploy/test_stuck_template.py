@@ -220,7 +220,7 @@ def test_a_stopped_observer_does_not_blame_the_process(monkeypatch: pytest.Monke
     assert watched.after(3600, looks=1).stuck == ""
 
 
-def test_an_ended_process_is_not_called_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ended_process_is_not_called_stuck() -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(0)

@@ -112,7 +112,7 @@ def test_plain_tcp_is_refused_unless_asked_for(closing: Closing) -> None:
     assert receiver.ask("left_after_close") == sender.ask("left_after_close") == NOTHING_LEFT
 
 
-def test_shared_memory_alone_is_refused(closing: Closing) -> None:
+def test_shared_memory_alone_is_refused() -> None:
     chosen = on_this_host("sm")
     with pytest.raises(
         RuntimeError, match=rf"UCX_TLS={chosen} .* needs tcp or RDMA .* cuda on a host with a GPU"

@@ -45,7 +45,7 @@ def test_stream(chat):
     assert last.usage.completion_tokens == 27
 
 
-def test_default_max_tokens_fills_the_context(chat, tokenizer):
+def test_default_max_tokens_fills_the_context(chat):
     usage = chat(stop="never").usage
     assert usage.total_tokens == 512
 
@@ -146,7 +146,7 @@ def test_without_a_template_other_endpoints_work(bare):
     assert expected.items() <= card.capabilities.items()
 
 
-def test_a_message_with_only_reasoning_is_accepted(chat, tokenizer):
+def test_a_message_with_only_reasoning_is_accepted(chat):
     """A client puts it together from a stream that was cut off during the reasoning."""
     thought = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
     answer = chat([*MESSAGES, thought, MESSAGES[1]], max_tokens=1)

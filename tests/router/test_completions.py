@@ -240,7 +240,7 @@ def test_offsets_in_a_stream_that_begins_with_the_prompt(complete):
     assert all(text[offset:].startswith(token) for token, offset in zip(tokens, offsets, strict=True))
 
 
-def test_logprobs_of_half_characters(complete, tokenizer):
+def test_logprobs_of_half_characters(complete):
     """Tokens that are no text on their own are named by their bytes, so that names don't collide."""
     logprobs = complete("\U0001f6f0", max_tokens=4, logprobs=1).choices[0].logprobs
     assert logprobs.tokens == [

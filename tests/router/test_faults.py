@@ -59,7 +59,7 @@ def test_disconnect_aborts_a_plain_request(make_router, held):
 # --- deaths ---
 
 
-def test_death_in_a_stream_is_an_error_event(make_router, pool):
+def test_death_in_a_stream_is_an_error_event(make_router):
     router = make_router()
     worker = router.add_worker(step_s=0.02)
 

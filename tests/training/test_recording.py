@@ -110,7 +110,7 @@ def test_one_run_at_a_time_records(tmp_path: Path) -> None:
     assert recording.numbers == {0, 1, 2, 3, 4}
 
 
-def test_a_recording_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_is_bounded(tmp_path: Path) -> None:
     recording = Recording(tmp_path, WIDTH, 7 * 2 * WIDTH, {})
     recording.add(texts(), ignore)
     assert recording.numbers == {0, 1}

@@ -276,7 +276,7 @@ def test_an_adapter_unloaded_during_its_read_gets_no_name(
     assert light.engine.adapters is not None and light.engine.adapters.listed() == []
 
 
-def test_reads_and_hanging_threads_are_limited(light: LightLoop, disk: Disk, adapters: Adapters) -> None:
+def test_reads_and_hanging_threads_are_limited(light: LightLoop, disk: Disk) -> None:
     paths = [f"/adapters/{number}" for number in range(MOST_STALLED + 2 * READS_AT_ONCE)]
     for path in paths:
         disk.stop(path)

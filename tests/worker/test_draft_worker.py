@@ -164,7 +164,7 @@ def test_a_draft_worker_slower_than_its_target_delays_no_token(begin: Callable[.
 
 
 def test_late_messages_of_a_lost_decode_worker_reopen_nothing(
-    pair: Pair, decodes: list[DecodeSide], drafter: DraftSide
+    decodes: list[DecodeSide], drafter: DraftSide
 ) -> None:
     """They have not been read yet when the loss is reported."""
     lost, inbox = decodes[0], drafter.light.inbox

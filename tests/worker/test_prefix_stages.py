@@ -113,7 +113,7 @@ def test_values_changed_by_the_transport_are_not_used(light: LightLoop) -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "fails", "time"])
-def test_blocks_wait_for_the_last_write(light: LightLoop, engine: Engine, how: str) -> None:
+def test_blocks_wait_for_the_last_write(light: LightLoop, how: str) -> None:
     lease = fetch(light)
     light.receiver.begin_write(lease)
     match how:
@@ -148,7 +148,7 @@ def lend(light: LightLoop, engine: Engine, incarnation: str = OURS) -> None:
 
 
 @pytest.mark.parametrize("how", ["completed", "failed"])
-def test_lent_blocks_are_returned(light: LightLoop, engine: Engine, how: str) -> None:
+def test_lent_blocks_are_returned(light: LightLoop, how: str) -> None:
     light.generate(request())
     light.run()
     lend(light, engine)

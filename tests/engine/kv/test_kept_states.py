@@ -93,7 +93,7 @@ def test_prompts_that_arrive_together_share_the_first_ones_states(
     assert asked(*[prompt_of(83, 9)] * 3) == 2 * 80
 
 
-def test_a_hit_fits_if_its_prompt_just_fitted(make_engine: Make, reference: PreTrainedModel) -> None:
+def test_a_hit_fits_if_its_prompt_just_fitted(make_engine: Make) -> None:
     """The state that it continues from makes room for the one that it hands over."""
     roomy = make_engine(max_model_len=128)
     blocks = 128 // 16 + 1 + roomy.pool.state_blocks

@@ -120,7 +120,7 @@ def test_scaling_and_a_restart_take_turns(start, pool):
     assert router.http.post("/scale", json={"decode": 2}).status_code == 200
 
 
-def test_workers_whose_successor_may_be_refused_come_first(start, pool):
+def test_workers_whose_successor_may_be_refused_come_first(start):
     """Whatever their names: workers with neighbours restart only after the successor is granted."""
     router = start("decode-0", "decode-1", "prefill-0", start_timeout=3.0)
     order = []
