@@ -184,18 +184,6 @@ def test_a_handed_over_request_waits_for_a_row(
     assert_empty(decode)
 
 
-def test_decoding_continues_beside_a_long_prompt(make_engine: Make) -> None:
-    engine = make_engine()
-    engine.add(ask("long", prompt_of(240)))
-    engine.step()
-    reservation = engine.reserve(ask("handed over", prompt_of(10)))
-    assert reservation is not None
-    engine.activate(reservation, 1, 10)
-    for _ in range(2):
-        assert [output.request_id for output in engine.step().outputs] == ["handed over"]
-    assert len(run(engine)["long"]) == 8
-
-
 def test_a_prompt_beside_decoding_keeps_within_the_budget(
     make_engine: Make, reference: PreTrainedModel
 ) -> None:
@@ -436,19 +424,6 @@ def test_bad_requests_are_refused_by_field(make_engine: Make, changes: dict[str,
 def test_a_pool_too_small_for_one_sequence_names_the_flag(make_engine: Make) -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes"):
         make_engine(num_blocks=16)
-
-
-def test_a_request_without_a_possible_token_fails_alone(
-    make_engine: Make, reference: PreTrainedModel
-) -> None:
-    engine = make_engine()
-    banned = {"allowed_token_ids": [5], "banned_token_sequences": [[5]]}
-    engine.add(ask("impossible", prompt_of(20), sampling=banned))
-    engine.add(ask("fine", prompt_of(20)))
-    outputs = run(engine)
-    assert [output.error_kind for output in outputs["impossible"]] == ["internal"]
-    assert tokens(outputs["fine"]) == greedy(reference, prompt_of(20), 8)
-    assert_empty(engine)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
