@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.kv.layout import DRAFT, TARGET, Group, LayerPlace, LayerShape, PoolLayout, Segment
 from engine.kv.pool import KVPool, pool_blocks
+from engine.kv.sequence_blocks import HandoffLayout
 from protocol.config import ServeConfig
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
@@ -181,3 +182,12 @@ def test_a_cpu_pool_fits_the_model_and_the_machine(
     with caplog.at_level("DEBUG", "tandem.engine"):
         assert blocks_for(max_model_len=max_model_len, max_num_seqs=8) == nbytes // (16 * 4096)
     assert why in caplog.text
+
+
+@pytest.mark.parametrize(("state_blocks", "places"), [(None, 33), (3, (3 + 3) * 16)])
+def test_a_handed_over_state_takes_whole_blocks_after_those_of_the_tokens(
+    state_blocks: int | None, places: int
+) -> None:
+    pool: Any = SimpleNamespace(block_size=16, state_blocks=state_blocks)
+    state: Any = None if state_blocks is None else SimpleNamespace()
+    assert HandoffLayout(pool, [], state).num_places(33) == places

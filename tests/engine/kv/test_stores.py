@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from engine.kv.tiers.host import HostTier
 from protocol.handoff import Extent
 from protocol.ids import block_identities, state_identities, table_identity
 from protocol.kv_events import Window
-from tests.engine.cached_prefix import cached_prefix
 from tests.engine.fake_pool import FakePool, FakeTier, ListMemory
 from tests.engine.listener import Listener, really_held
 from tests.tiers.seeds import seeds
@@ -68,6 +68,11 @@ def started(blocks: BlockManager, token_ids: Sequence[int]) -> tuple[SequenceBlo
     held, covered = find_prefix(blocks, token_ids, ROOT)
     assert held.grow(covered, len(token_ids))
     return held, covered
+
+
+def cached_prefix(blocks: BlockManager, token_ids: Sequence[int], root: bytes) -> int:
+    """Return how many leading tokens are cached, without changing anything."""
+    return find_prefix(copy.deepcopy(blocks), token_ids, root, compute_last=False)[1]
 
 
 def published(blocks: BlockManager, token_ids: Sequence[int]) -> None:
