@@ -8,27 +8,27 @@ token, the highest rate of which nine tenths of the requests keep the SLO.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, sqrt
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 
 from bench.report import RESULTS, made_by, markdown_table, publish
 from planner.profile import DEFAULT_PROFILE, Profile, read_profile
-from planner.scenarios import PlanOutcome, Scenario, Slo, Study
 from planner.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 ATTAINMENT = 0.9
 SLO_TTFT_S = 1.0
-LAYOUTS = {
-    "whole": Scenario("colocated", 0, 4),
-    "split": Scenario("disaggregated", 2, 2),
-    "cost": Scenario("conditional", 2, 2),
+LAYOUTS: Mapping[str, tuple[Literal["colocated", "disaggregated", "conditional"], int, int]] = {
+    "whole": ("colocated", 0, 4),
+    "split": ("disaggregated", 2, 2),
+    "cost": ("conditional", 2, 2),
 }
+"""The arguments of each layout's `planner.scenarios.Scenario`."""
 LIMITS_S = (0.008, 0.01, 0.015, 0.02, 0.03)
 RATES = (4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 32.0)
 HALVINGS = 5
@@ -91,9 +91,11 @@ class Simulation:
     count: int
 
     def point(self, load: Load, layout: str, limit_s: float, rate: float) -> Point:
+        from planner.scenarios import Scenario, Slo, Study  # imports torch
+
         slo = Slo(SLO_TTFT_S, limit_s)
         study = Study(self.profile, load.requests(rate, self.count), TRACE_BLOCK_TOKENS, slo)
-        found: PlanOutcome = study.outcome(LAYOUTS[layout])
+        found = study.outcome(Scenario(*LAYOUTS[layout]))
         return Point(load.name, layout, limit_s, rate, found.attainment, found.ttft.p90, found.tpot.p90)
 
     def over_rates(self, load: Load, limit_s: float) -> Iterator[Point]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -16,7 +16,6 @@ import typer
 from bench.five.experiment import Experiment, PlannedRun, runs_of
 from bench.five.factors import FACTORS
 from bench.five.measure import CellOutcome, CellServers, ExperimentSetting, Objective
-from bench.five.simulated import simulate_cell, with_techniques
 from bench.five.workloads import WORKLOADS
 from bench.options import chosen
 from bench.report import RESULTS, publish, show
@@ -86,6 +85,8 @@ def five(
 def _check(setting: ExperimentSetting, workloads: Sequence[str]) -> None:
     """Raise ValueError or ConfigError that names the option if a setting or workload is invalid."""
     if setting.simulated:
+        from bench.five.simulated import with_techniques  # imports torch
+
         with_techniques(read_profile(setting.model), frozenset(FACTORS), setting.max_model_len)
     else:
         if not Path(setting.model).is_dir():
@@ -108,6 +109,12 @@ def held_out(model: str) -> list[list[int]]:
     return [prompt.token_ids for prompt in prompts]
 
 
+def _simulated(setting: ExperimentSetting) -> Callable[..., CellOutcome]:
+    from bench.five.simulated import simulate_cell  # imports torch
+
+    return partial(simulate_cell, setting)
+
+
 def _measure(
     experiment: Experiment,
     runs: Sequence[PlannedRun],
@@ -120,7 +127,7 @@ def _measure(
         tempfile.TemporaryDirectory() as logs,
         closing(CellServers(setting, texts, Path(logs))) as servers,
     ):
-        measure = partial(simulate_cell, setting) if setting.simulated else servers.measure
+        measure = _simulated(setting) if setting.simulated else servers.measure
 
         def one(run: PlannedRun) -> CellOutcome:
             return measure(setting.traffic(run.workload), run.cell, run.repeat, experiment.near(run))

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 from bench.cli import app
 from bench.peers.vllm_proxy import LAST_CHUNK, ReceivedRequest, chunk, head
 from bench.report import publish
+from tests.deploy.server_process import ROOT
 
 
 async def complete(request: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
@@ -85,3 +88,10 @@ def test_figures_that_cannot_be_written_are_shown(tmp_path, capsys):
     with pytest.raises(NotADirectoryError):
         publish(tmp_path / "file" / "out", {}, "the figures")
     assert "the figures" in capsys.readouterr().out
+
+
+def test_help_imports_no_torch():
+    script = (
+        "import sys, bench.cli; sys.exit(bool({'torch', 'transformers', 'ray', 'scipy'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
