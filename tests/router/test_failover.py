@@ -27,6 +27,11 @@ FIELDS = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "return_token_ids": True}
 
 
 @pytest.fixture
+def router(make_router):
+    return make_router()
+
+
+@pytest.fixture
 def expected(undisturbed):
     return lambda **fields: undisturbed(**FIELDS | fields)
 
@@ -48,9 +53,8 @@ def placed_again(router, reason: str = "worker_lost") -> float:
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 59])
-def test_the_answer_is_the_same_wherever_its_worker_dies(make_router, pool, expected, after):
+def test_the_answer_is_the_same_wherever_its_worker_dies(router, pool, expected, after):
     """Tokens, text cut within characters, log-probabilities and usage."""
-    router = make_router()
     future, first, second = stalled(router, pool, after, logprobs=2)
     lose(router, first)
     assert answer(future.result(20)) == expected(logprobs=2)
@@ -62,8 +66,7 @@ def test_the_answer_is_the_same_wherever_its_worker_dies(make_router, pool, expe
     eventually(lambda: is_idle(router))
 
 
-def test_a_stream_continues(make_router, expected):
-    router = make_router()
+def test_a_stream_continues(router, expected):
     first = router.add_worker("decode-0", stall_after=7)
 
     def die() -> None:
@@ -81,8 +84,7 @@ def test_a_stream_continues(make_router, expected):
     assert placed_again(router) == 1
 
 
-def test_an_error_of_one_worker_is_retried_on_another(make_router, pool, expected):
-    router = make_router()
+def test_an_error_of_one_worker_is_retried_on_another(router, pool, expected):
     future, first, _ = stalled(router, pool, 7)
     first.stall_after = NUM_TOKENS
     first.post(said(first, failure(first.generated[0].request_id, "transfer")))
@@ -90,10 +92,9 @@ def test_an_error_of_one_worker_is_retried_on_another(make_router, pool, expecte
     assert placed_again(router, "transfer") == 1
 
 
-def test_a_stop_string_across_the_seam(make_router, pool, expected):
+def test_a_stop_string_across_the_seam(router, pool, expected):
     prompt = "numbers 0 1 2 3 4 5 6 7 8 9"
     whole = expected(prompt=prompt)["choices"][0]
-    router = make_router()
     after = 6
     seam = len(router.server.state.tokenizer.decode(whole["token_ids"][:after]))
     stop = whole["text"][seam - 2 : seam + 2]
@@ -104,8 +105,7 @@ def test_a_stop_string_across_the_seam(make_router, pool, expected):
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
 
 
-def test_prompt_logprobs_come_once(make_router, pool, expected):
-    router = make_router()
+def test_prompt_logprobs_come_once(router, pool, expected):
     future, first, second = stalled(router, pool, 3, prompt_logprobs=1)
     lose(router, first)
     assert answer(future.result(20)) == expected(prompt_logprobs=1)
@@ -114,8 +114,7 @@ def test_prompt_logprobs_come_once(make_router, pool, expected):
 
 
 @pytest.mark.parametrize("how", ["length", "eos", "stop token"])
-def test_an_answer_that_is_already_complete_is_finished(make_router, pool, how):
-    router = make_router()
+def test_an_answer_that_is_already_complete_is_finished(router, pool, how):
     worker = router.add_worker()
     last = {"length": 9, "eos": worker.eos_token_id, "stop token": 7}[how]
     tokens = [8, 9, last]
@@ -140,8 +139,7 @@ def test_an_answer_that_is_already_complete_is_finished(make_router, pool, how):
     eventually(lambda: is_idle(router))
 
 
-def test_each_of_several_sequences_continues(make_router, pool):
-    router = make_router()
+def test_each_of_several_sequences_continues(router, pool):
     first = router.add_worker("decode-0", stall_after=4)
     future = pool.submit(post, router, prompt=["one", "two two", "three three"], max_tokens=20, n=2)
     eventually(lambda: emitted(router) == [4] * 6)
@@ -154,9 +152,8 @@ def test_each_of_several_sequences_continues(make_router, pool):
     eventually(lambda: is_idle(router))
 
 
-def test_the_third_death_without_a_token_is_an_error(make_router, pool):
+def test_the_third_death_without_a_token_is_an_error(router, pool):
     """The request itself may be the cause."""
-    router = make_router()
     future, worker, other = stalled(router, pool, 3)
     for deaths in range(1, 5):
         other.stall_after = 3
@@ -172,9 +169,8 @@ def test_the_third_death_without_a_token_is_an_error(make_router, pool):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_request_that_progresses_survives_any_number_of_deaths(every, make_router, pool, expected):
+def test_a_request_that_progresses_survives_any_number_of_deaths(every, router, pool, expected):
     """A token comes before each death, or before every second one."""
-    router = make_router()
     future, worker, other = stalled(router, pool, 3)
     for deaths in range(1, 9):
         count = other.stall_after = 3 + deaths // every
@@ -215,8 +211,7 @@ def test_a_request_may_be_blamed_for_stuck_loops_and_not_for_stopped_workers(
         assert placed_again(router) == 5
 
 
-def test_an_unreachable_worker_is_passed_over(make_router):
-    router = make_router()
+def test_an_unreachable_worker_is_passed_over(router):
     first, second = router.add_worker("decode-0"), router.add_worker("decode-1")
     placer = router.server.state.placer
     unreachable, send = {"decode-0"}, placer._send
@@ -243,8 +238,7 @@ def in_hand_off(router, pool):
 
 
 @pytest.mark.parametrize("kind", ["transfer", "overloaded", "timeout", "worker_lost"])
-def test_a_failed_hand_off_goes_to_another_worker(make_router, pool, expected, kind):
-    router = make_router()
+def test_a_failed_hand_off_goes_to_another_worker(router, pool, expected, kind):
     future, prefill, decode, request_id = in_hand_off(router, pool)
     other = prefill.peers["decode-1"] = router.add_worker("decode-1")
     prefill.keep.clear()
@@ -258,9 +252,8 @@ def test_a_failed_hand_off_goes_to_another_worker(make_router, pool, expected, k
     eventually(lambda: is_idle(router))
 
 
-def test_a_request_placed_again_avoids_workers_that_failed_it(make_router, pool, expected):
+def test_a_request_placed_again_avoids_workers_that_failed_it(router, pool, expected):
     """Otherwise the failed worker would be next in turn."""
-    router = make_router(placement="least_loaded")
     future, prefill, decode, request_id = in_hand_off(router, pool)
     other = router.add_worker("decode-1")
     prefill.fail_handover(request_id, "overloaded")
@@ -272,8 +265,7 @@ def test_a_request_placed_again_avoids_workers_that_failed_it(make_router, pool,
 
 
 @pytest.mark.parametrize("stage", ["prefill", "hand-off"])
-def test_the_router_redirects_when_a_decode_worker_dies(make_router, pool, expected, stage):
-    router = make_router()
+def test_the_router_redirects_when_a_decode_worker_dies(router, pool, expected, stage):
     if stage == "prefill":
         prefill, decode = make_pair(router)
         prefill.hold.set()
@@ -295,8 +287,7 @@ def test_the_router_redirects_when_a_decode_worker_dies(make_router, pool, expec
 @pytest.mark.parametrize(
     ("kind", "manifest_sent"), [("overloaded", False), ("timeout", False), ("transfer", True)]
 )
-def test_the_prefill_worker_decodes_if_nobody_else_can(make_router, pool, expected, kind, manifest_sent):
-    router = make_router()
+def test_the_prefill_worker_decodes_if_nobody_else_can(router, pool, expected, kind, manifest_sent):
     future, prefill, decode, request_id = in_hand_off(router, pool)
     prefill.fail_handover(request_id, kind, manifest_sent=manifest_sent)
     assert answer(future.result(20)) == expected()
@@ -311,11 +302,8 @@ def test_the_prefill_worker_decodes_if_nobody_else_can(make_router, pool, expect
     [(0, ["decode-0", None]), (2, ["decode-1", "decode-2", None]), (8, [*["another"] * 3, None])],
     ids=["the only one again", "each other once", "no more than three"],
 )
-def test_decode_workers_are_asked_until_the_prefill_worker_decodes(
-    make_router, pool, expected, num_others, asked
-):
+def test_decode_workers_are_asked_until_the_prefill_worker_decodes(router, pool, expected, num_others, asked):
     """After broken connections. A decode worker that may meet a new reservation is not told to abort."""
-    router = make_router()
     future, prefill, decode, request_id = in_hand_off(router, pool)
     for index in range(1, num_others + 1):
         router.add_worker(f"decode-{index}")
@@ -331,9 +319,8 @@ def test_decode_workers_are_asked_until_the_prefill_worker_decodes(
     eventually(lambda: is_idle(router))
 
 
-def test_a_hand_off_that_failed_after_its_tokens_came(make_router, pool, expected):
+def test_a_hand_off_that_failed_after_its_tokens_came(router, pool, expected):
     """The decode worker had begun, but its answer was lost and the prefill worker called the hand-off off."""
-    router = make_router()
     prefill, decode = make_pair(router)
     decode.stall_after = 4
     future = pool.submit(post, router, **FIELDS)
@@ -350,8 +337,7 @@ def test_a_hand_off_that_failed_after_its_tokens_came(make_router, pool, expecte
     eventually(lambda: is_idle(router))
 
 
-def test_late_news_of_a_hand_off_is_ignored(make_router, pool):
-    router = make_router()
+def test_late_news_of_a_hand_off_is_ignored(router, pool):
     future, prefill, decode, request_id = in_hand_off(router, pool)
 
     def dropped(reason: str) -> bool:
@@ -372,8 +358,7 @@ def test_late_news_of_a_hand_off_is_ignored(make_router, pool):
     assert future.result(20).status_code == 200
 
 
-def test_the_prefill_worker_that_holds_the_prompt_gets_it_again(make_router, pool):
-    router = make_router()
+def test_the_prefill_worker_that_holds_the_prompt_gets_it_again(router, pool):
     prefill, decode = make_pair(router)
     decode.stall_after = 3
     future = pool.submit(post, router, max_tokens=6)
@@ -400,8 +385,7 @@ def test_the_prefill_worker_that_holds_the_prompt_gets_it_again(make_router, poo
 
 
 @pytest.mark.parametrize("missing", ["prefill", "decode"])
-def test_either_role_serves_alone(make_router, expected, missing):
-    router = make_router()
+def test_either_role_serves_alone(router, expected, missing):
     prefill, decode = make_pair(router)
     lose(router, prefill if missing == "prefill" else decode)
     alone = decode if missing == "prefill" else prefill
@@ -410,16 +394,15 @@ def test_either_role_serves_alone(make_router, expected, missing):
     assert router.metric("tandem_role_fallbacks_total", missing=missing) == 1
 
 
-def test_a_role_without_any_worker_is_no_fallback(make_router):
-    router = make_router()
+def test_a_role_without_any_worker_is_no_fallback(router):
     router.add_worker()
     assert post(router, max_tokens=2).status_code == 200
     assert router.metric("tandem_role_fallbacks_total", missing="prefill") == 0
 
 
-def test_requests_that_nobody_asked_for_are_aborted(make_router):
+def test_requests_that_nobody_asked_for_are_aborted(router):
     """An abort was lost with its connection."""
-    worker = make_router().add_worker("decode-0")
+    worker = router.add_worker("decode-0")
     running = TokenOutput(request_id="lost", token_ids=[5])
     over = TokenOutput(request_id="over", token_ids=[5], finish_reason="length")
     worker.post(said(worker, over, running))

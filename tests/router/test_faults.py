@@ -26,11 +26,16 @@ from tests.router.router_clients import (
     said,
 )
 
+
+@pytest.fixture
+def router(make_router):
+    return make_router()
+
+
 # --- clients ---
 
 
-def test_disconnect_aborts_a_stream(make_router):
-    router = make_router()
+def test_disconnect_aborts_a_stream(router):
     _, decode = make_pair(router, step_s=0.02)
     body = {**BODY, "stream": True}
     with router.http.stream("POST", "/v1/completions", json=body) as response:
@@ -44,9 +49,8 @@ def test_disconnect_aborts_a_stream(make_router):
 
 
 @pytest.mark.parametrize("held", ["prefill", "decode"])
-def test_disconnect_aborts_a_plain_request(make_router, held):
+def test_disconnect_aborts_a_plain_request(router, held):
     """Each worker that may hold the request hears of it, at every stage."""
-    router = make_router()
     prefill, decode = make_pair(router)
     (prefill if held == "prefill" else decode).hold.set()
     ask_and_leave(router, lambda: len(prefill.generated) == 2, n=2)
@@ -59,8 +63,7 @@ def test_disconnect_aborts_a_plain_request(make_router, held):
 # --- deaths ---
 
 
-def test_death_in_a_stream_is_an_error_event(make_router):
-    router = make_router()
+def test_death_in_a_stream_is_an_error_event(router):
     worker = router.add_worker(step_s=0.02)
 
     def die() -> None:
@@ -93,8 +96,7 @@ def test_death_of_the_only_worker_is_an_error_status(make_router, pool, how):
     assert known == (["silent"] if how == "silently" else [])
 
 
-def test_prefill_death_after_the_hand_off_is_harmless(make_router):
-    router = make_router()
+def test_prefill_death_after_the_hand_off_is_harmless(router):
     prefill, decode = make_pair(router, step_s=0.01)
 
     def die() -> None:
@@ -108,8 +110,7 @@ def test_prefill_death_after_the_hand_off_is_harmless(make_router):
 
 
 @pytest.mark.parametrize("before", [0, 3], ids=["at first", "after a failover"])
-def test_tokens_that_overtake_earlier_ones_wait(make_router, pool, before):
-    router = make_router()
+def test_tokens_that_overtake_earlier_ones_wait(router, pool, before):
     prefill, decode = make_pair(router)
     decode.stall_after = before
     if not before:
@@ -145,9 +146,8 @@ def test_tokens_that_overtake_earlier_ones_wait(make_router, pool, before):
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_tokens_that_do_not_follow_are_computed_again(make_router, shift):
+def test_tokens_that_do_not_follow_are_computed_again(router, shift):
     """A message with tokens was lost with its connection, or came twice."""
-    router = make_router()
     worker = router.add_worker()
     whole = post(router, max_tokens=6, return_token_ids=True).json()["choices"][0]["token_ids"]
     usual, shifts = worker._advance, iter([0, 0, shift])
@@ -164,9 +164,8 @@ def test_tokens_that_do_not_follow_are_computed_again(make_router, shift):
     eventually(lambda: is_idle(router) and not worker.jobs)
 
 
-def test_a_request_that_waits_at_its_worker_is_not_lost(make_router, pool, monkeypatch):
+def test_a_request_that_waits_at_its_worker_is_not_lost(router, pool, monkeypatch):
     monkeypatch.setattr("router.dispatch.races.ASK_AFTER_S", 0.1)
-    router = make_router()
     prefill, decode = make_pair(router)
     asked: list[str] = []
     for worker in (prefill, decode):
@@ -186,16 +185,14 @@ def test_a_request_that_waits_at_its_worker_is_not_lost(make_router, pool, monke
     assert router.metric("tandem_requests_lost_total") == 0
 
 
-def test_missing_logprobs_fail_the_request(make_router):
-    router = make_router()
+def test_missing_logprobs_fail_the_request(router):
     worker = router.add_worker()
     worker.logprob = lambda *arguments: None
     worker._advance = lambda job: TokenOutput(request_id=job.request.request_id, token_ids=[5], logprobs=[])
     assert post(router, logprobs=1).status_code == 500
 
 
-def test_too_many_tokens_fail_the_request(make_router):
-    router = make_router()
+def test_too_many_tokens_fail_the_request(router):
     worker = router.add_worker()
     places = itertools.count()
     worker._advance = lambda job: TokenOutput(
@@ -212,8 +209,7 @@ ERRORS = [("internal", 500), ("timeout", 504), ("overloaded", 503), ("invalid", 
 
 @pytest.mark.parametrize(("kind", "status"), ERRORS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_failure_before_the_first_token_is_a_status(make_router, kind, status, stream):
-    router = make_router()
+def test_failure_before_the_first_token_is_a_status(router, kind, status, stream):
     worker = router.add_worker()
     worker._step = lambda: [failing(worker, kind)]
     response = post(router, stream=stream)
@@ -227,8 +223,7 @@ def failing(worker, kind: str) -> TokenOutput:
     return failure(worker.jobs.popitem()[0], kind)
 
 
-def test_failure_in_a_batch_fails_all_of_it(make_router):
-    router = make_router()
+def test_failure_in_a_batch_fails_all_of_it(router):
     worker = router.add_worker(step_s=0.02)
     usual = worker._step
     steps = iter(range(1000))
@@ -313,8 +308,7 @@ def test_at_the_queue_limit_the_least_urgent_waiting_request_gives_way(make_rout
     eventually(lambda: is_idle(router))
 
 
-def test_only_a_requests_own_worker_can_report_it_lost(make_router, pool):
-    router = make_router()
+def test_only_a_requests_own_worker_can_report_it_lost(router, pool):
     workers = [router.add_worker(f"decode-{index}") for index in range(2)]
     for worker in workers:
         worker.hold.set()
@@ -352,9 +346,8 @@ def test_no_more_requests_give_way_than_necessary(make_router, pool):
 # --- the host ---
 
 
-def test_a_clock_that_jumps_changes_nothing(make_router, monkeypatch):
+def test_a_clock_that_jumps_changes_nothing(router, monkeypatch):
     """Deadlines and silence count by the monotonic clock."""
-    router = make_router()
     make_pair(router, step_s=0.02)
     expected = post(router).json()["choices"]
     jumps = itertools.cycle([1.0, 2.0**31, time.time()])
