@@ -25,6 +25,7 @@ from tests.engine.attention_packs import make_pack, run
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
 SOURCE = Path(cpu_backend.__file__).parent / "attention.cpp"
+EMULATED = Path(__file__).parents[1] / "emulated" / "attention.cpp"
 KERNELS = sorted(path for folder in ("engine", "native") for path in (ROOT / folder).rglob("*.cpp"))
 PLAIN = AttentionOptions(1.0)
 has_compiler = pytest.mark.skipif(
@@ -181,6 +182,28 @@ def test_portable_code_gives_the_same_attention(
             torch.testing.assert_close(
                 run("cpu", pack, **arguments), run("torch", pack, **arguments), atol=tolerance, rtol=tolerance
             )
+
+
+@has_compiler
+@pytest.mark.parametrize("quantization", ["none", *CODE_DTYPES])
+def test_emulated_tiles_give_the_same_attention(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compares the code for AMX with torch, and each sequence's rows with those it has alone."""
+    monkeypatch.setattr(build, "_FLAGS", [*build._FLAGS, "-O1"])
+    monkeypatch.setattr(build, "_NATIVE", ["-march=native", f"-I{EMULATED.parent}"])
+    library = build.load_library(EMULATED)
+    monkeypatch.setattr(cpu_backend, "load", lambda: library)
+    lengths = [(1, 300), (9, 600), (90, 200), (24, 300)]
+    shape: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": quantization, "trees": True}
+    settings: list[dict[str, Any]] = [{}, {"window": 50, "softcap": 5.0}]
+    for arguments in settings:
+        pack = make_pack(lengths, **shape)
+        together = run("cpu", pack, **arguments)
+        torch.testing.assert_close(together, run("torch", pack, **arguments), atol=2e-2, rtol=2e-2)
+        alone = [
+            run("cpu", make_pack([pair], first_seed=s, **shape), **arguments)
+            for s, pair in enumerate(lengths)
+        ]
+        assert torch.equal(together, torch.cat(alone))
 
 
 @has_compiler

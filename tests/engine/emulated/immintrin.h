@@ -10,7 +10,9 @@ typedef int32_t __m512i __attribute__((vector_size(64)));
 typedef uint16_t __m512bh __attribute__((vector_size(64)));
 typedef uint16_t __m256i __attribute__((vector_size(32)));
 typedef uint16_t __m256bh __attribute__((vector_size(32)));
+typedef int8_t __m128i __attribute__((vector_size(16)));
 typedef uint16_t __mmask16;
+typedef uint32_t __mmask32;
 
 inline float emulated_widen(uint16_t value) {
     const uint32_t bits = uint32_t(value) << 16;
@@ -85,6 +87,125 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
     memcpy(codes, &a, 64), memcpy(values, &b, 64);
     for (int i = 0; i < 64; i++) sums[i / 4] += codes[i] * values[i];
     return sums;
+}
+
+// Attention's: copies, shuffles and 16-bit numbers.
+
+inline __m128i _mm_loadu_si128(const void* from) { return emulated_load<__m128i>(from); }
+inline __m256i _mm256_loadu_si256(const void* from) { return emulated_load<__m256i>(from); }
+inline void _mm256_storeu_si256(void* to, __m256i value) { memcpy(to, &value, sizeof value); }
+inline __m512i _mm512_load_si512(const void* from) { return emulated_load<__m512i>(from); }
+inline __m512i _mm512_setzero_si512() { return __m512i{}; }
+inline __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
+inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
+inline __m512 _mm512_max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
+
+inline float _mm512_reduce_max_ps(__m512 value) {
+    float most = value[0];
+    for (int i = 1; i < 16; i++) most = value[i] > most ? value[i] : most;
+    return most;
+}
+
+// Adds halves of the vector until one number is left.
+inline float _mm512_reduce_add_ps(__m512 value) {
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) value[i] += value[i + half];
+    return value[0];
+}
+
+inline __m512i _mm512_castsi128_si512(__m128i value) {
+    __m512i wide{};
+    memcpy(&wide, &value, sizeof value);
+    return wide;
+}
+
+inline __m512i _mm512_inserti32x4(__m512i wide, __m128i value, int lane) {
+    memcpy((char*)&wide + 16 * lane, &value, sizeof value);
+    return wide;
+}
+
+inline __m256i _mm512_extracti64x4_epi64(__m512i value, int half) {
+    return emulated_load<__m256i>((const char*)&value + 32 * half);
+}
+
+inline __m256i _mm512_castsi512_si256(__m512i value) { return _mm512_extracti64x4_epi64(value, 0); }
+
+// Takes numbers of both vectors in turn from one half of each 128-bit lane.
+template <class Number>
+inline __m512i emulated_unpack(__m512i a, __m512i b, int half) {
+    constexpr int COUNT = 16 / sizeof(Number);
+    Number from[2][4 * COUNT], to[4 * COUNT];
+    memcpy(from[0], &a, 64), memcpy(from[1], &b, 64);
+    for (int i = 0; i < 4 * COUNT; i++) to[i] = from[i % 2][i / COUNT * COUNT + half * COUNT / 2 + i % COUNT / 2];
+    return emulated_load<__m512i>(to);
+}
+
+inline __m512i _mm512_unpacklo_epi32(__m512i a, __m512i b) { return emulated_unpack<int32_t>(a, b, 0); }
+inline __m512i _mm512_unpackhi_epi32(__m512i a, __m512i b) { return emulated_unpack<int32_t>(a, b, 1); }
+inline __m512i _mm512_unpacklo_epi64(__m512i a, __m512i b) { return emulated_unpack<int64_t>(a, b, 0); }
+inline __m512i _mm512_unpackhi_epi64(__m512i a, __m512i b) { return emulated_unpack<int64_t>(a, b, 1); }
+
+typedef uint16_t EmulatedShorts __attribute__((vector_size(64)));
+
+inline __m512i _mm512_set1_epi16(int16_t value) { return (__m512i)(EmulatedShorts{} + uint16_t(value)); }
+inline __m512i _mm512_add_epi16(__m512i a, __m512i b) { return (__m512i)((EmulatedShorts)a + (EmulatedShorts)b); }
+inline __m512i _mm512_slli_epi16(__m512i value, int by) { return (__m512i)((EmulatedShorts)value << by); }
+
+// Widens COUNT numbers.
+template <class From, class To, int COUNT, class Narrow>
+inline __m512i emulated_widen_all(Narrow value) {
+    From from[COUNT];
+    To to[COUNT];
+    memcpy(from, &value, sizeof from);
+    for (int i = 0; i < COUNT; i++) to[i] = from[i];
+    return emulated_load<__m512i>(to);
+}
+
+inline __m512i _mm512_cvtepi8_epi32(__m128i value) { return emulated_widen_all<int8_t, int32_t, 16>(value); }
+inline __m512i _mm512_cvtepi8_epi16(__m256i value) { return emulated_widen_all<int8_t, int16_t, 32>(value); }
+inline __m512i _mm512_cvtepu8_epi16(__m256i value) { return emulated_widen_all<uint8_t, uint16_t, 32>(value); }
+
+inline __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
+    return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+}
+
+inline __mmask32 _mm512_cmplt_epu16_mask(__m512i a, __m512i b) {
+    __mmask32 mask = 0;
+    for (int i = 0; i < 32; i++) mask |= __mmask32(((EmulatedShorts)a)[i] < ((EmulatedShorts)b)[i]) << i;
+    return mask;
+}
+
+inline __m512i _mm512_mask_permutexvar_epi16(__m512i otherwise, __mmask32 mask, __m512i index, __m512i from) {
+    auto taken = (EmulatedShorts)otherwise;
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) taken[i] = ((EmulatedShorts)from)[((EmulatedShorts)index)[i] % 32];
+    return (__m512i)taken;
+}
+
+inline __m512i _mm512_permutex2var_epi16(__m512i a, __m512i index, __m512i b) {
+    EmulatedShorts taken;
+    for (int i = 0; i < 32; i++) {
+        const int place = ((EmulatedShorts)index)[i] % 64;
+        taken[i] = ((EmulatedShorts)(place < 32 ? a : b))[place % 32];
+    }
+    return (__m512i)taken;
+}
+
+inline __m256i _mm256_maskz_loadu_epi8(__mmask32 mask, const void* from) {
+    uint8_t loaded[32] = {};
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) loaded[i] = static_cast<const uint8_t*>(from)[i];
+    return emulated_load<__m256i>(loaded);
+}
+
+inline void _mm512_mask_storeu_epi16(void* to, __mmask32 mask, __m512i value) {
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) static_cast<uint16_t*>(to)[i] = ((EmulatedShorts)value)[i];
+}
+
+inline void _mm512_mask_storeu_epi32(void* to, __mmask16 mask, __m512i value) {
+    for (int i = 0; i < 16; i++)
+        if (mask >> i & 1) static_cast<int32_t*>(to)[i] = value[i];
 }
 
 // What becomes of denormal numbers stays as it is, the same in all instructions.
