@@ -87,9 +87,9 @@ class Pool:
     def has_ended(self, index: int) -> bool:
         return self._pool._routers[index].process is None
 
-    def start_anew(self, index: int) -> None:
-        self._ends[index].close()
-        self._ends[index] = self._attach(index)
+    def start_first_anew(self) -> None:
+        self._ends[0].close()
+        self._ends[0] = self._attach(0)
 
     def says(self, index: int, message: Call) -> list[Call | Answer]:
         """Send a router's message. Return what the router has been sent since its last message."""
@@ -186,12 +186,12 @@ def test_every_router_knows_the_adapters(pool: Pool) -> None:
     assert pool.says(0, new) == pool.says(0, unloaded) == []
     assert told(1) == [new, unloaded]
     pool.lose(0)
-    pool.start_anew(0)
+    pool.start_first_anew()
     assert told(0) == [new, unloaded]
     assert pool.says(1, gone) == []
     assert told(0) == [gone]
     pool.lose(0)
-    pool.start_anew(0)
+    pool.start_first_anew()
     assert told(0) == [unloaded]
 
 
@@ -295,7 +295,7 @@ def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
         pool.says_raw(0, raw)
         if pool.has_ended(0):
             num_ended += 1
-            pool.start_anew(0)
+            pool.start_first_anew()
         pool.asks(1, 1)
         assert not pool.has_ended(1)
 
@@ -307,7 +307,7 @@ def test_fuzz_a_router(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     fuzz(check, damaged(whole) | altered(whole), examples=300)
     assert num_ended > 20
     pool.lose(0)
-    pool.start_anew(0)
+    pool.start_first_anew()
     assert pool.begins(1, "restart") == ""
 
 

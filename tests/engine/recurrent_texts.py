@@ -93,19 +93,19 @@ def served(
 
 
 def served_ahead(
-    kind: Callable[[StateSlots], StepOperators], text: Text, rng: random.Random, device: torch.device = CPU
+    kind: Callable[[StateSlots], StepOperators], text: Text, rng: random.Random
 ) -> tuple[Tensor, Tensor]:
     """Return the same as `served` for a prompt, then row by row, some of which run before they are committed.
     At a grid point the whole window lies behind the state.
     """
-    operators = kind(StateSlots(StateLayout((text.layer,), text.inputs.dtype), 1, device))
+    operators = kind(StateSlots(StateLayout((text.layer,), text.inputs.dtype), 1, CPU))
     count = rng.randint(1, GRID)
     bounds = [0, *range(count, text.length + 1)]
     parts = []
     for start, end in itertools.pairwise(bounds):
         certain = end if start == 0 or rng.random() < 0.3 else start
         operators.begin_step([RowSpan(0, start, end - start, certain)])
-        parts.append(_run(operators, text, [rows.to(device) for rows in text.rows(start, end)]))
+        parts.append(_run(operators, text, text.rows(start, end)))
     return torch.cat([conv for conv, _ in parts]), torch.cat([out for _, out in parts])
 
 
