@@ -198,8 +198,6 @@ def test_untrained_heads_repeat_the_targets_next_token(target: Target, answers: 
 
 
 def test_impossible_shapes_are_refused(target: Target) -> None:
-    with pytest.raises(ConfigError, match="--depth: at most 16"):
-        build_medusa(target, HeadOptions(depth=17))
     with pytest.raises(ConfigError, match="--draft-vocab-size: 258 exceeds the model's 257"):
         build_medusa(target, HeadOptions(draft_vocab_size=258))
 
@@ -360,10 +358,18 @@ def stop_after_five(run_all: Any, trainer: Trainer, report: Any) -> None:
         (["--data", "/nowhere"], "--data: /nowhere does not exist"),
         (["--model", "/nowhere"], "--model: there is no folder /nowhere"),
         (["--length", "100000"], "--length: 100000 exceeds the"),
+        (["--depth", "17"], "--depth: at most 16 for medusa heads, got 17"),
+        (["--method", "eagle3", "--depth", "33"], "--depth: at most 32 for eagle3 heads, got 33"),
+        (["--method", "mtp", "--num-layers", "2"], "--num-layers: at most 1 for mtp heads, got 2"),
+        (["--draft-vocab-size", "258"], "--draft-vocab-size: 258 exceeds the model's 257 tokens"),
+        (["--length", "32", "--batch-tokens", "99999999"], "for training; a step takes 99999968, and"),
     ],
 )
-def test_bad_options(folder: Path, tmp_path: Path, more: list[str], said: str) -> None:
-    write_text(tmp_path / "texts", 8)
+def test_bad_options_are_refused_before_texts_are_recorded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], said: str
+) -> None:
+    monkeypatch.setattr("training.heads.command._record", lambda *_: pytest.fail("recorded"))
+    write_text(tmp_path / "texts")
     printed = CliRunner().invoke(app, command(folder, tmp_path / "texts", tmp_path / "heads", *more))
     assert printed.exit_code == 2
     assert said in " ".join(printed.output.split())

@@ -18,6 +18,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from protocol.errors import ConfigError
+from protocol.speculation import MAX_DRAFT_TOKENS
 from training.data import (
     Windows,
     encode_texts,
@@ -38,17 +39,21 @@ from training.recording import LONGEST_PIECE, Device, Recording, SourceText, ans
 
 @dataclass(frozen=True)
 class _Method:
-    """A kind of heads: its builder, the layers that make its feature, and the method that serves it."""
+    """A kind of heads: its builder, the layers that make its feature, the method that serves it, and its most
+    tokens and layers.
+    """
 
     build: Callable[[Target, HeadOptions], TrainableHead]
     captured: Callable[[int], tuple[int, ...]]
     served_as: str
+    most_depth: int = MAX_DRAFT_TOKENS
+    most_layers: int = 1
 
 
 METHODS = {
     "eagle3": _Method(build_eagle3, captured_layers, "eagle"),
     "mtp": _Method(build_mtp, lambda _: (), "mtp"),
-    "medusa": _Method(build_medusa, lambda _: (), "medusa"),
+    "medusa": _Method(build_medusa, lambda _: (), "medusa", most_depth=16, most_layers=16),
 }
 HELD_OUT_SHARE = 0.05
 CONTINUED_TOKENS = 96
@@ -96,6 +101,7 @@ def train(options: TrainOptions, console: Console) -> list[float]:
     The same command resumes an interrupted run from its checkpoint. Raises `ConfigError` that names the
     option.
     """
+    _check_head(options)
     _check_output(options.output, _recording_folder(options))
     with only_run(options.output, "--output"):
         return _train(options, console)
@@ -103,17 +109,15 @@ def train(options: TrainOptions, console: Console) -> list[float]:
 
 def _train(options: TrainOptions, console: Console) -> list[float]:
     pieces, held_out = _pieces(options, load(AutoTokenizer, options.model))
+    if options.data is not None:
+        _windows(options, sum(len(piece.token_ids) for piece in pieces))  # refuses too little text
     recording = _record(options, "training", pieces, console)
     answers = _record(options, "held-out", held_out, console)
     model = load_frozen(options.model, options.device)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     target = Target(options.model, model, recording.token_counts(vocab_size))
     head = METHODS[options.method].build(target, options.head)
-    batch_tokens = options.batch_tokens or min(
-        _LARGEST_BATCH, recording.num_tokens * options.epochs // _USEFUL_STEPS
-    )
-    batch = max(1, batch_tokens // options.length)
-    windows = Windows(recording.num_tokens, options.length, batch, options.seed)
+    windows = _windows(options, recording.num_tokens)
     steps = options.steps or options.epochs * windows.steps_per_epoch
     settings = {  # a checkpoint with other ones is not resumed
         "method": options.method,
@@ -151,6 +155,15 @@ def _train(options: TrainOptions, console: Console) -> list[float]:
     console.print(_table(rates))
     console.print(f"saved in {options.output}")
     return rates
+
+
+def _check_head(options: TrainOptions) -> None:
+    """Raise `ConfigError` for heads that cannot be, before their texts are recorded, which may take hours."""
+    method, size = METHODS[options.method], options.head.draft_vocab_size
+    options.head.check(options.method, method.most_depth, method.most_layers)
+    known = _text_config(options).vocab_size
+    if size is not None and size > known:
+        raise ConfigError(f"--draft-vocab-size: {size} exceeds the model's {known} tokens")
 
 
 def _check_output(folder: Path, recording: Path) -> None:
@@ -217,6 +230,13 @@ def _answered(
 
 def _text_config(options: TrainOptions) -> Any:
     return load(AutoConfig, options.model).get_text_config(decoder=True)
+
+
+def _windows(options: TrainOptions, num_tokens: int) -> Windows:
+    """Return the batches of a recording of so many tokens. Raises `ConfigError` if it has none."""
+    fitting = min(_LARGEST_BATCH, num_tokens * options.epochs // _USEFUL_STEPS)
+    batch = max(1, (options.batch_tokens or fitting) // options.length)
+    return Windows(num_tokens, options.length, batch, options.seed)
 
 
 def _recording_folder(options: TrainOptions) -> Path:

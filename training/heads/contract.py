@@ -96,6 +96,13 @@ class HeadOptions:
     num_layers: int | None = None
     draft_vocab_size: int | None = None
 
+    def check(self, kind: str, most_depth: int, most_layers: int) -> None:
+        """Raise `ConfigError` if heads of this kind cannot have this depth or number of layers."""
+        most = {"--depth": (self.depth, most_depth), "--num-layers": (self.num_layers, most_layers)}
+        for flag, (asked, limit) in most.items():
+            if asked is not None and asked > limit:
+                raise ConfigError(f"{flag}: at most {limit} for {kind} heads, got {asked}")
+
 
 class TrainableHead(ABC):
     """Heads in training. The loop owns the optimizer, the data and the checkpoints.

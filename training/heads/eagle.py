@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
 from speculation.eagle import Head, HeadShape, head_program
 from training.heads.contract import HeadOptions, Target, write_head
 from training.heads.unrolled import DEFAULT_DEPTH, UnrolledTraining
@@ -21,8 +20,6 @@ LARGEST_SHARE = 0.1
 
 def build_eagle3(target: Target, options: HeadOptions) -> Eagle3Training:
     """Build a head of a limited share of the target. Raises `ConfigError` that names the option."""
-    if options.num_layers not in (None, 1):
-        raise ConfigError(f"--num-layers: an EAGLE-3 head has one, got {options.num_layers}")
     size = options.draft_vocab_size or min(DRAFT_VOCABULARY, target.vocab_size)
     room = target.model.num_parameters() * LARGEST_SHARE
     own_lm_head = size * target.hidden_size <= room / 2

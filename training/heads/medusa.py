@@ -8,21 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protocol.errors import ConfigError
 from training.heads.contract import HeadOptions, Target, TrainableHead, write_head
 
 DEFAULT_DEPTH = 4
-MAX_DEPTH = 16
 NUM_RANKS = 10
 
 
 def build_medusa(target: Target, options: HeadOptions) -> MedusaTraining:
     """Build the heads. Raises `ConfigError` that names the option."""
-    depth = options.depth or DEFAULT_DEPTH
-    if depth > MAX_DEPTH:
-        raise ConfigError(f"--depth: at most {MAX_DEPTH} Medusa heads, got {depth}")
     size = options.draft_vocab_size or target.vocab_size
-    return MedusaTraining(target, depth, options.num_layers or 1, size)
+    return MedusaTraining(target, options.depth or DEFAULT_DEPTH, options.num_layers or 1, size)
 
 
 class MedusaTraining(TrainableHead):

@@ -27,8 +27,6 @@ _QWEN = "qwen3_5", "qwen3_next"
 
 def build_mtp(target: Target, options: HeadOptions) -> MtpTraining:
     """Build a head of one layer. Raises `ConfigError` that names the option."""
-    if options.num_layers not in (None, 1):
-        raise ConfigError(f"--num-layers: an MTP head has one, got {options.num_layers}")
     size = options.draft_vocab_size or min(DRAFT_VOCABULARY, target.vocab_size)
     try:
         return MtpTraining(target, options.depth or DEFAULT_DEPTH, size)
