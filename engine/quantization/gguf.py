@@ -29,7 +29,8 @@ logger = logging.getLogger("tandem.engine")
 
 _BLOCK = 32
 """Number of values that share a scale in the types that stay quantized."""
-_ROWS_AT_ONCE = 1 << 12
+_VALUES_AT_ONCE = 1 << 18
+"""Number of values that are dequantized at once: few, so that they stay in a core's cache."""
 _BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
 _FLOATS = ("F32", "F16", "BF16")
 _UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -187,13 +188,22 @@ def quantized_weight(
 
 
 def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a tensor of any type. Convert in pieces, since all in float32 need much memory."""
+    """Return the values of a tensor of any type."""
     values = torch.empty(tensor.shape, dtype=dtype)
     rows = values.view(len(tensor.data), -1)
-    for start in range(0, len(rows), _ROWS_AT_ONCE):
-        some = dequantize(tensor.data[start : start + _ROWS_AT_ONCE], tensor.type)
-        rows[start : start + _ROWS_AT_ONCE] = torch.from_numpy(np.ascontiguousarray(some))
+    count = max(1, _VALUES_AT_ONCE // rows.shape[1])
+    for start in range(0, len(rows), count):
+        piece = replace(tensor, data=tensor.data[start : start + count])
+        rows[start : start + count] = _in_float32(piece)
     return values
+
+
+def _in_float32(tensor: GgufTensor) -> Tensor:
+    """Return the values [rows, inputs]. Torch computes those of a format without minima faster than NumPy."""
+    weight = quantized_weight(tensor)
+    if weight is not None and weight.zeros is None:
+        return weight.dequantized()
+    return torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.type)))
 
 
 class _Block(NamedTuple):

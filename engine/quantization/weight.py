@@ -67,10 +67,10 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """Return the weight in float32 [out_features, in_features], with columns in the inputs' order."""
-        values = self._values()
+        values = self._values().unflatten(1, (-1, self.group_size))
         if self.zeros is not None:
-            values = values - self.zeros.repeat_interleave(self.group_size, dim=1)
-        weight = values * self.scales.repeat_interleave(self.group_size, dim=1)
+            values = values - self.zeros.unsqueeze(-1)
+        weight = (values * self.scales.unsqueeze(-1)).flatten(1)
         if self.permutation is None:
             return weight
         ordered = torch.empty_like(weight)

@@ -47,10 +47,10 @@ def test_stored_values_equal_the_packages(name: str) -> None:
     torch.testing.assert_close(weight.dequantized(), expected, atol=2**-22 * largest, rtol=0)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_types_are_dequantized(name: str) -> None:
-    tensor = tensor_of(name)
-    assert quantized_weight(tensor) is None
+@pytest.mark.parametrize("name", [*STORED, *OTHERS])
+def test_every_type_is_dequantized(name: str) -> None:
+    tensor = tensor_of(name, rows=300)
+    assert (quantized_weight(tensor) is not None) == (name in STORED)
     expected = torch.from_numpy(dequantize(tensor.data, tensor.type)).view(tensor.shape)
     assert torch.equal(dequantized(tensor, torch.float32), expected)
 
