@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.codec import encode
 from protocol.outputs import TokenOutput
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
-from protocol.worker_to_router import StepOutput
-from tests.router.router_clients import emitted, events_of, eventually, lose, openai_client, post
+from tests.router.router_clients import emitted, events_of, eventually, lose, openai_client, post, said
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 ZERO = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
@@ -177,6 +175,6 @@ def test_a_worker_that_counts_wrongly_fails_the_request(make_router, pool, count
     eventually(lambda: worker.generated)
     wrong = {"drafted_tokens": 4, **counts}
     output = TokenOutput(request_id=worker.generated[0].request_id, token_ids=[7], **wrong)
-    worker.post(encode(StepOutput(worker_id="decode-0", incarnation=worker.incarnation, outputs=[output])))
+    worker.post(said(worker, output))
     assert future.result(20).status_code == 500
     assert router.metric("tandem_messages_dropped_total", reason="malformed") == 1

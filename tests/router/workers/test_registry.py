@@ -36,12 +36,16 @@ class Recorder:
         return self.registry.register(registration(worker_id, incarnation, role, state(incarnation), **told))
 
 
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
 def state(incarnation: str) -> WorkerState:
     return WorkerState(worker_id="w", incarnation=incarnation, role="decode")
 
 
-def test_a_new_incarnation_replaces_the_old():
-    recorder = Recorder()
+def test_a_new_incarnation_replaces_the_old(recorder):
     recorder.register("one")
     recorder.register("two")
     assert (recorder.greeted, recorder.lost) == (["one", "two"], ["one"])
@@ -52,14 +56,13 @@ def test_a_new_incarnation_replaces_the_old():
     assert [worker.key.incarnation for worker in recorder.registry.live()] == ["two"]
 
 
-def test_registering_again_is_harmless():
-    recorder = Recorder()
+def test_registering_again_is_harmless(recorder):
     assert recorder.register("one") is recorder.register("one")
     assert (recorder.greeted, recorder.lost) == (["one", "one"], [])
 
 
-def test_a_workers_load_is_the_larger_of_sent_and_reported():
-    worker = Recorder().register("one")
+def test_a_workers_load_is_the_larger_of_sent_and_reported(recorder):
+    worker = recorder.register("one")
     worker.outstanding_requests, worker.outstanding_prefill_tokens = 2, 50
     worker.update_load()
     assert (worker.load.requests, worker.load.prefill_tokens, worker.load.kv_usage) == (2, 50, 0.0)
@@ -75,8 +78,7 @@ def sweep_for(registry: Registry, seconds: float, *, begin: float = 0.0, interva
         registry.sweep(begin + turn * interval_s)
 
 
-def test_silence_and_return():
-    recorder = Recorder()
+def test_silence_and_return(recorder):
     recorder.register("one")
     recorder.registry.sweep(0.0)
     assert recorder.registry.update(state("one"))
@@ -88,8 +90,7 @@ def test_silence_and_return():
     assert len(recorder.registry.live()) == 1
 
 
-def test_a_heartbeat_with_a_stuck_loop_is_no_sign_of_life():
-    recorder = Recorder()
+def test_a_heartbeat_with_a_stuck_loop_is_no_sign_of_life(recorder):
     worker = recorder.register("one")
     recorder.registry.sweep(0.0)
     assert recorder.registry.update(state("one"))
@@ -102,9 +103,8 @@ def test_a_heartbeat_with_a_stuck_loop_is_no_sign_of_life():
     assert worker.live and worker.silence_s == 0
 
 
-def test_a_pause_of_the_router_is_not_blamed_on_workers():
+def test_a_pause_of_the_router_is_not_blamed_on_workers(recorder):
     """It read nothing in that time, so no worker could be heard."""
-    recorder = Recorder()
     worker = recorder.register("one")
     recorder.registry.sweep(0.0)
     assert recorder.registry.update(state("one"))
@@ -115,9 +115,8 @@ def test_a_pause_of_the_router_is_not_blamed_on_workers():
     assert worker.silence_s > 5
 
 
-def test_all_silent_workers_are_lost_at_once():
+def test_all_silent_workers_are_lost_at_once(recorder):
     """Otherwise requests of the first would be placed on the second."""
-    recorder = Recorder()
     workers = [recorder.register("one", worker_id="v"), recorder.register("two", worker_id="w")]
     live_then = []
     recorder.registry.on_lost = lambda worker, reason: live_then.append(len(recorder.registry.live()))
@@ -148,9 +147,8 @@ def suspect_after(worker: Worker, registry: Registry, begin: float) -> float:
         (1, 0.01, 6, 0.45),  # its messages were up to 0.3 s late
     ],
 )
-def test_a_late_worker_is_suspect(decoding: int, step_s: float, delay: int, silence_s: float):
+def test_a_late_worker_is_suspect(recorder, decoding: int, step_s: float, delay: int, silence_s: float):
     """It is so after a silence that neither its steps nor its latest delays explain, and until it speaks."""
-    recorder = Recorder()
     registry = recorder.registry
     worker = recorder.register("one")
     recorder.register("two", worker_id="other")
@@ -172,9 +170,8 @@ def test_a_late_worker_is_suspect(decoding: int, step_s: float, delay: int, sile
     assert not worker.is_suspect and sorted(in_cluster(registry)) == ["other", "w"]
 
 
-def test_no_worker_is_suspect_if_no_other_is_better():
+def test_no_worker_is_suspect_if_no_other_is_better(recorder):
     """Neither if all are silent, nor once the others are lost, nor right after a pause of the router."""
-    recorder = Recorder()
     registry = recorder.registry
     worker, other = recorder.register("one"), recorder.register("two", worker_id="other")
     now = time.monotonic()
@@ -191,8 +188,7 @@ def test_no_worker_is_suspect_if_no_other_is_better():
     assert not worker.is_suspect
 
 
-def test_expected_workers():
-    recorder = Recorder()
+def test_expected_workers(recorder):
     recorder.registry.expected = {"v": "decode", "w": "decode"}
     assert recorder.registry.awaited() == ["v", "w"]
     worker = recorder.register("one")
@@ -203,8 +199,7 @@ def test_expected_workers():
     assert recorder.registry.awaited() == ["v"]
 
 
-def test_a_dead_incarnation_never_returns():
-    recorder = Recorder()
+def test_a_dead_incarnation_never_returns(recorder):
     recorder.register("one")
     recorder.registry.mark_dead("w", "one", "it was killed")
     recorder.registry.mark_dead("w", "one", "again")
@@ -216,8 +211,7 @@ def test_a_dead_incarnation_never_returns():
     assert recorder.register("three") is not None
 
 
-def test_another_model_is_refused():
-    recorder = Recorder()
+def test_another_model_is_refused(recorder):
     recorder.register("one")
     assert recorder.register("two", max_model_len=50) is None
     assert recorder.registry.current("w", "one") is not None
@@ -228,8 +222,7 @@ def in_cluster(registry: Registry) -> list[str]:
     return [worker.worker_id for worker in registry.cluster]
 
 
-def test_policies_see_reachable_workers():
-    recorder = Recorder()
+def test_policies_see_reachable_workers(recorder):
     registry = recorder.registry
     registry.sweep(0.0)
     worker = recorder.register("one")
@@ -250,9 +243,9 @@ def test_policies_see_reachable_workers():
     assert in_cluster(registry) == []
 
 
-def test_load_of_other_routers_is_not_counted_twice():
+def test_load_of_other_routers_is_not_counted_twice(recorder):
     """Requests that this router sends and gets back between two reports count at once."""
-    worker = Recorder().register("one")
+    worker = recorder.register("one")
     worker.outstanding_requests = 2
     worker.update(msgspec.structs.replace(state("one"), num_running=5))
     worker.outstanding_requests = 4
@@ -263,8 +256,7 @@ def test_load_of_other_routers_is_not_counted_twice():
     assert worker.load.requests == 3
 
 
-def test_workers_of_one_host_know_each_other():
-    recorder = Recorder()
+def test_workers_of_one_host_know_each_other(recorder):
     hosts = {"a": "one", "b": "one", "c": "two", "d": "", "e": ""}
     workers = {name: recorder.register(f"{name}1", worker_id=name, host=host) for name, host in hosts.items()}
 
