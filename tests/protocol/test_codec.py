@@ -12,7 +12,7 @@ from protocol.outputs import RequestTiming, TokenLogprobs, TokenOutput, logprobs
 from protocol.requests import EngineRequest
 from protocol.router_to_worker import Abort, Generate, Peers, Redirect, Registered
 from protocol.sampling import SamplingParams
-from protocol.worker_to_router import HandoverFailed, Register, StepOutput, WorkerState
+from protocol.worker_to_router import HandoverFailed, StepOutput, WorkerState
 from protocol.worker_to_worker import (
     Fetch,
     FetchRefused,
@@ -26,6 +26,7 @@ from protocol.worker_to_worker import (
 )
 from tests.fuzzing import altered, damaged, fuzz
 from tests.protocol.test_handoff_manifest import MANIFEST, SEGMENT
+from tests.router.placed import registration
 
 SAMPLING = SamplingParams(
     max_tokens=7,
@@ -70,19 +71,7 @@ MESSAGES = [
     (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1")),
     (codec.router_to_worker, Peers(peers=[ADDRESS])),
     (codec.worker_to_router, STATE),
-    (
-        codec.worker_to_router,
-        Register(
-            address=ADDRESS,
-            role="decode",
-            model="m",
-            max_model_len=1024,
-            vocab_size=4096,
-            eos_token_ids=[0],
-            state=STATE,
-            start_up={"attention": "cpu"},
-        ),
-    ),
+    (codec.worker_to_router, registration("decode-0", "abc", state=STATE, start_up={"attention": "cpu"})),
     (codec.worker_to_router, StepOutput(worker_id="decode-0", incarnation="abc", outputs=[OUTPUT])),
     (
         codec.worker_to_router,
