@@ -84,13 +84,13 @@ class Tasks:
     """All tasks by name. They raise `InvalidRequestError` and `ApiError`."""
 
     def __init__(self, setup: Setup) -> None:
-        self._tokenizer = Tokenizer(setup.tokenizer_json, setup.tokenizer_settings)
+        self._tokenizer = Tokenizer(setup.tokenizer_json.decode(), setup.tokenizer_settings)
         self._chats = Chats(setup.config, self._tokenizer)
         self._vocabulary: LLTokenizer | None = None
         self._problem = ""
         """Reason why the tokenizer supports no grammar; empty if it does."""
         try:
-            self._vocabulary = LLTokenizer(self._tokenizer.as_json())
+            self._vocabulary = LLTokenizer(without_merges(setup.tokenizer_json))
         except ValueError as error:
             self._problem = f"not with this model's tokenizer: {error}"
         self._reader = RequestReader(setup.config, self._tokenizer, self._chats)
@@ -133,6 +133,17 @@ class Tasks:
         return ""
 
 
+def without_merges(tokenizer_json: bytes) -> str:
+    """Return the text of a `tokenizer.json` without its merges, which are half of its parsing: they have no
+    part in whether a grammar compiles.
+    """
+    parts = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
+    model = msgspec.json.decode(parts["model"], type=dict[str, msgspec.Raw])
+    if "merges" in model:
+        model["merges"] = msgspec.Raw(b"[]")
+    return msgspec.json.encode(parts | {"model": model}).decode()
+
+
 def compile_problem(vocabulary: LLTokenizer, grammar: Grammar) -> str:
     """Return why the grammar cannot be served; "" if it can.
 
@@ -164,7 +175,7 @@ class Setup(msgspec.Struct, frozen=True):
     """The preprocessor's configuration and the files of its `Tokenizer`."""
 
     config: ServeConfig
-    tokenizer_json: str
+    tokenizer_json: bytes
     tokenizer_settings: dict[str, Any]
 
 

@@ -116,9 +116,9 @@ class Tokenizer:
         """Whether `fastokens` encodes prompts, with the same ids as the tokenizer."""
         return self._fast_encode is not None
 
-    def as_json(self) -> str:
-        """Return the text of `tokenizer.json`, with the tokens that only the settings mark as special."""
-        return self._json.decode()
+    def as_json(self) -> bytes:
+        """Return `tokenizer.json` as it applies, see `whole_tokenizer`."""
+        return self._json
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of `tokenizer_config.json` that are not in the tokenizer's own file."""

@@ -219,7 +219,7 @@ def test_a_response_has_one_call_unless_more_are_asked_for(hermes, parallel):
 
 
 def takes_whole(hermes, grammar: str, text: str) -> bool:
-    matcher = LLMatcher(LLTokenizer(hermes.tokenizer.as_json()), grammar, log_level=0)
+    matcher = LLMatcher(LLTokenizer(hermes.tokenizer.as_json().decode()), grammar, log_level=0)
     token_ids = hermes.tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 

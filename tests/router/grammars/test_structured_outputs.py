@@ -101,7 +101,7 @@ def test_a_grammar_has_exactly_the_texts(
     fields, right, wrong = case
     grammar = grammar_of(fields)
     assert grammar is not None
-    vocabulary = LLTokenizer(tokenizer.as_json())
+    vocabulary = LLTokenizer(tokenizer.as_json().decode())
     for text in [*right, *wrong]:
         matcher = LLMatcher(vocabulary, grammar.text)
         token_ids = tokenizer.encode(text, False)

@@ -134,7 +134,7 @@ def test_unknown_ids_have_no_text(byte_level):
 
 def trimming(byte_level: Tokenizer) -> Tokenizer:
     """Make a tokenizer like Llama 3's: its offsets leave spaces out, and texts begin with a special token."""
-    fast = FastTokenizer.from_str(byte_level.as_json())
+    fast = FastTokenizer.from_buffer(byte_level.as_json())
     begin = processors.TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 1)])
     fast.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin])
     return Tokenizer(fast.to_str(), {})

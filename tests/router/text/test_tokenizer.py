@@ -70,7 +70,7 @@ def test_byte_level_equals_transformers(tmp_path, fast_tokenizer, settings):
     "settings", [{}, {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": False}], ids=str
 )
 def test_llama_like_equals_transformers(tmp_path, settings):
-    fast = FastTokenizer.from_str(sentencepiece_like(strip=True).as_json())
+    fast = FastTokenizer.from_buffer(sentencepiece_like(strip=True).as_json())
     fast.add_special_tokens(["<unk>", "<s>", "</s>"])
     fast.post_processor = TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 1)])
     check_equal(save(tmp_path, fast, **settings))
