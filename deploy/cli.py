@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from deploy.commands import Command, Commands, clients, offline
 from deploy.commands.serve import ConfigCommand, keys, profile, serve
+from protocol.errors import ConfigError
 
 app = typer.Typer(
     cls=Commands,
@@ -41,7 +43,14 @@ def _prepare(
         bool, typer.Option("--version", is_eager=True, callback=_version_option, help="Print it.")
     ] = False,
 ) -> None:
-    """Make Ctrl-C raise KeyboardInterrupt, except in `serve`, which sets handlers of its own."""
+    """Make Ctrl-C raise KeyboardInterrupt, except in `serve`, which sets handlers of its own.
+
+    Raises `ConfigError` if the working folder was deleted: relative paths, and Ray, need one.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise ConfigError("the working folder was deleted: change to another one") from error
     if context.invoked_subcommand != "serve":
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -147,6 +147,17 @@ def test_another_kind_of_server_is_named(arguments: list[str], answer: bytes) ->
     assert "not an answer of Tandem: a JSON object with " in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_deleted_working_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = invoke("version")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "tandem: the working folder was deleted: change to another one\n",
+    )
+
+
 def test_version() -> None:
     assert invoke("version").stdout.strip() and invoke("--version").stdout == invoke("version").stdout
 
