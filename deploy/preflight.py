@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import resource
 import socket
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 TIMEOUT_S = 10.0
+LEAST_OPEN_FILES, USUAL_OPEN_FILES = 256, 1024
 _OFFLINE = "HF_HUB_OFFLINE"
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 """Files that Docker and Podman put into containers."""
@@ -91,6 +93,7 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def check_start(config: ServeConfig) -> GenerationDefaults:
     """Return the requests' defaults. Raises `ConfigError`, with flag and limit, if the start must fail."""
+    _check_open_files()
     if config.ray_address is None and not _may_use_gpu(config):
         check_number(config, host_cores())
     check_source(config.model, "--model", config.revision)
@@ -120,6 +123,18 @@ def check_start(config: ServeConfig) -> GenerationDefaults:
         except AdapterError as error:
             raise ConfigError(f"--lora-modules: {name}: {error}") from error
     return defaults
+
+
+def _check_open_files() -> None:
+    """Raise the soft limit of open files, or raise `ConfigError` if the hard limit is too low for a start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = USUAL_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, USUAL_OPEN_FILES)
+    if highest < LEAST_OPEN_FILES:
+        raise ConfigError(
+            f"ulimit -n: a server needs at least {LEAST_OPEN_FILES} open files, {hard} are allowed"
+        )
+    if soft != resource.RLIM_INFINITY and soft < highest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
 
 
 def _read_config(source: str, revision: str | None, flag: str) -> dict[str, Any]:

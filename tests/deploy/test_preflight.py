@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -162,6 +163,19 @@ def test_more_workers_than_the_host_takes(model: str, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=f"{refused} .4 for each core., got 10 of all roles"):
         check(model, decode_replicas=9)
     check(model, decode_replicas=9, ray_address="10.0.0.1:6379")
+
+
+def test_a_limit_of_open_files_that_is_too_low(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"soft": 64, "hard": 128}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits.values()))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.update(soft=both[0]))
+    with pytest.raises(
+        ConfigError, match="ulimit -n: a server needs at least 256 open files, 128 are allowed"
+    ):
+        check(model)
+    limits["hard"] = 4096
+    check(model)
+    assert limits == {"soft": 1024, "hard": 4096}
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
