@@ -22,7 +22,7 @@ from protocol.speculation import Method
 from speculation.medusa import read_heads
 from tests.full_disk import full_disk
 from tests.speculation.small_engine import ask, drafted_and_accepted, drafting, run, small_config, tokens
-from tests.speculation.tiny_trained import VOCAB_SIZE, write_text, write_tiny_model
+from tests.speculation.tiny_trained import VOCAB_SIZE, write_text
 from tests.training.recorded import continued, hidden_states
 from training.data import Windows
 from training.heads.command import head_schedule
@@ -32,13 +32,6 @@ from training.loop import Schedule, Trainer
 from training.recording import Recorded, Recording
 
 LENGTH, BATCH, STEPS = 24, 4, 8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 from protocol.speculation import parse_speculative_config
-from tests.speculation.tiny_trained import write_text, write_tiny_model
+from tests.speculation.tiny_trained import write_text
 from training.layer_choice import search
 
 IDLE = 2
@@ -47,13 +47,6 @@ def test_a_layer_without_effect_is_skipped_first(model: PreTrainedModel) -> None
     assert first.agreement == 1.0
     assert first.speed_up > 1
     assert second.skipped[0] == IDLE and second.agreement < 0.9
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return folder
 
 
 def choose(folder: Path, tmp_path: Path, *options: str) -> Result:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from deploy.cli import app
 from protocol.errors import ConfigError, TandemError
 from tests.full_disk import REASON, full_disk
-from tests.speculation.tiny_trained import VOCAB_SIZE, write_tiny_model
+from tests.speculation.tiny_trained import VOCAB_SIZE
 from tests.training.recorded import continued, hidden_states
 from training.data import read_prompts
 from training.heads.contract import Target
@@ -24,13 +24,6 @@ from training.output import only_run
 from training.recording import Recorded, Recording, SourceText, answer, check_room
 
 WIDTH = 4
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder)
-    return folder
 
 
 def test_answers_and_hidden_states_are_the_models(folder: Path) -> None:
