@@ -120,9 +120,13 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 
 def _checked(field: str, value: Any, source: str) -> Any:
-    """Return the value, with a whole number such as 16k in digits. Raises `ConfigError`."""
+    """Return the value, with a whole number such as 16k in digits, and a path from the home folder in full.
+    Raises `ConfigError`.
+    """
     if isinstance(value, str) and ("\0" in value or not is_utf8(value)):
         raise ConfigError(f"{source}: must be UTF-8 without the character NUL")
+    if isinstance(value, str) and value.startswith("~/") and field not in _SECRET_FIELDS:
+        value = os.path.expanduser(value)  # shells leave it in --model=~/x, and files have no shell
     match = _NUMBER.match(value) if isinstance(value, str) and _is_whole(field) else None
     if match is not None:
         value = int(float(match[1]) * _FACTORS[match[2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -87,7 +88,7 @@ class ModelOptions:
         names = tuple(dict.fromkeys(listed(self.served_model_name)))
         if names:
             return names
-        name = Path(self.model).name if Path(self.model).exists() else self.model
+        name = os.path.basename(os.path.abspath(self.model)) if Path(self.model).exists() else self.model
         return (name.removesuffix(".gguf"),)
 
     @property

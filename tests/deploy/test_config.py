@@ -214,10 +214,22 @@ def test_a_configuration_survives_msgpack():
     assert not math.isnan(config.gpu_memory_utilization)
 
 
-def test_the_models_name_in_the_api(tmp_path):
+def test_the_models_name_in_the_api(tmp_path, monkeypatch):
     assert load_config({"model": str(tmp_path)}, {}).model_name == tmp_path.name
+    monkeypatch.chdir(tmp_path)
+    assert load_config({"model": "."}, {}).model_name == tmp_path.name
+    assert load_config({"model": "../."}, {}).model_name == tmp_path.parent.name
     assert load_config({"model": "org/model"}, {}).model_name == "org/model"
     assert load_config({"model": "org/model", "served_model_name": "x"}, {}).model_name == "x"
+
+
+def test_a_path_from_the_home_folder_is_written_in_full(config_file, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/alice")
+    path = config_file("chat-template: ~/chat.jinja\napi-key: ~/key\n")
+    path.chmod(0o600)
+    config = load_config({"model": "~/models/one"}, {}, path)
+    assert config.model == "/home/alice/models/one" and config.chat_template == "/home/alice/chat.jinja"
+    assert config.api_key == "~/key"
 
 
 def test_a_mistyped_variable_is_reported(caplog):
