@@ -298,15 +298,25 @@ def test_steps_go_ahead_only_under_a_plan_without_drafts() -> None:
         assert ahead == steps, "the next plan may need the hidden states of the last step"
 
 
-def test_a_trial_costs_what_its_slower_steps_lose(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, prices = controller(row_seconds=0.1), list[float]()
+@pytest.mark.parametrize(
+    ("reads_prompts", "is_blind"),
+    [(False, False), (True, False), (True, True)],
+    ids=["any", "read", "unread"],
+)
+def test_a_trial_costs_what_its_slower_steps_lose(
+    reads_prompts: bool, is_blind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none if all prompts are unread by a method that needs them."""
+    made, prices = controller(row_seconds=0.1, reads_prompts=reads_prompts), list[float]()
     monkeypatch.setattr(made._explorer, "tries", prices.append)
-    asked = requests(made, 1)
-    plain, best = plain_and_best(made.estimator, "eagle", asked, PlannedStep(1, 1))
+    (asked,) = requests(made, 1)
+    asked.is_blind = is_blind
+    plain, best = plain_and_best(made.estimator, "eagle", [asked], PlannedStep(1, 1))
     assert best.rate < plain.rate
     made.begin_step(1)
-    made.plan(asked)
-    assert prices == [pytest.approx(TRIAL_STEPS * best.seconds * (1 - best.rate / plain.rate))]
+    made.plan([asked])
+    price = TRIAL_STEPS * best.seconds * (1 - best.rate / plain.rate)
+    assert prices == ([] if is_blind else [pytest.approx(price)])
 
 
 def test_fixed_numbers_are_never_changed() -> None:
@@ -343,7 +353,9 @@ def test_prompts_are_read_if_drafts_save_more_than_reading_takes(
     for _ in range(200):
         made.estimator.ended(300, output)
     made.begin_step(0, 4)
+    made._steps_left = 3
     assert made.reads_prompts("eagle", 300) == reads
+    assert (made._steps_left == 0) == reads, "what reads is planned for at once"
 
 
 def test_only_requests_with_read_prompts_have_their_steps_read() -> None:

@@ -132,6 +132,7 @@ def test_a_block_that_a_lower_tier_has_is_not_copied_again(make_rig) -> None:
     rig.evict(1)
     assert rig.count("host_saved_blocks") == 11
     assert rig.count("disk_written_blocks") == 10
+    assert rig.count("disk_written_bytes") == 10 * BLOCK_BYTES
     rig.check_slots()
 
 
