@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,7 +64,7 @@ def _found(model: str) -> str:
             f"--model: {model}: only `tandem serve` reads GGUF files; give the folder or hub id of the model "
             "that the file was made from"
         )
-    check_source(source := bundled_path(model), "--model")
+    check_source(source := bundled_path(os.path.expanduser(model)), "--model")
     return source
 
 

@@ -317,6 +317,14 @@ def test_a_folder_with_something_else_is_no_output(folder: Path) -> None:
     assert f"--output: {folder / 'model'} has other files already (config.json)" in said
 
 
+def test_a_model_in_the_home_folder_is_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    said = run(folder, tmp_path / "out", "int8", "--bits", 3, **{"--model": "~/model"})
+    assert said == "error: tandem: --bits: int8 has 8 bits, not 3 "
+
+
 def test_folders_without_a_model_are_refused(folder: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(folder / "model", model)
