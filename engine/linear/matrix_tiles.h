@@ -159,11 +159,17 @@ class MatrixTiles {
             const auto factors = (__m512)w.scales.factors(scale);
             const auto offsets = w.scales.have_minima() ? (__m512)w.scales.offsets(scale) : _mm512_setzero_ps();
             const float* input_sum = w.input_sums + from * w.runs + run;
-            for (int64_t r = 0; r < rows; r++) {
+            const auto add = [&, have_minima = w.scales.have_minima(), runs = w.runs](int64_t r) {
                 const __m512 sum = _mm512_loadu_ps(sums[tile][r]);
                 __m512 total = _mm512_fmadd_ps(sum, factors, _mm512_loadu_ps(totals[tile][r]));
-                if (w.scales.have_minima()) total = _mm512_fmadd_ps(_mm512_set1_ps(input_sum[r * w.runs]), offsets, total);
+                if (have_minima) total = _mm512_fmadd_ps(_mm512_set1_ps(input_sum[r * runs]), offsets, total);
                 _mm512_storeu_ps(totals[tile][r], total);
+            };
+            if (rows == ROWS) {
+#pragma GCC unroll 16
+                for (int64_t r = 0; r < ROWS; r++) add(r);
+            } else {
+                for (int64_t r = 0; r < rows; r++) add(r);
             }
         }
     }
