@@ -148,10 +148,13 @@ def pack(weight: Tensor, together: int = 2) -> Tensor:
     """
     out_features, columns = weight.shape
     panels = -(-out_features // PANEL)
-    padded = weight.new_zeros((panels * PANEL, columns))
-    padded[:out_features] = weight
+    padded = weight.contiguous()
+    if out_features % PANEL:
+        padded = weight.new_zeros((panels * PANEL, columns))
+        padded[:out_features] = weight
     values = padded if together == 1 else padded.view(torch.int32)  # whole words move several times as fast
-    moved = values.view(panels, PANEL, columns // together).transpose(1, 2).contiguous()
+    moved = values.new_empty((panels, columns // together, PANEL))
+    moved.copy_(values.view(panels, PANEL, -1).transpose(1, 2))
     return moved.view(weight.dtype).view(panels, columns // together, PANEL, together)
 
 

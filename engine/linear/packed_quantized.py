@@ -182,7 +182,9 @@ def _words(weight: QuantizedWeight) -> Tensor:
     codes = weight.codes.contiguous()
     if _BITS[weight.format] == 8:  # swap the middle two of four bytes
         four = codes.view(torch.int32)
-        words = (four & -0xFFFF01) | (four >> 8 & 0xFF00) | (four << 8 & 0xFF0000)
+        words = four & -0xFFFF01
+        words |= (four >> 8).bitwise_and_(0xFF00)  # in place, since new memory costs more than the operation
+        words |= (four << 8).bitwise_and_(0xFF0000)
     else:
         eight = codes.view(torch.int64)
         words = torch.stack([_even_codes(eight), _even_codes(eight >> 8)], dim=-1).flatten(1)
