@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -158,14 +159,15 @@ class MeasuredServer:
         """`fields` are those of every request, beside its prompt and length."""
         objective = setting.objective
         latest = objective.ttft_s + (workload.output - 1) * objective.tpot_s + SLACK_S
-        target = ServerTarget(base_url, SERVED_NAME, ignore_eos=True, timeout=latest, extra_body=fields or {})
-        self._client = Client(target)
+        target = ServerTarget(base_url, SERVED_NAME, ignore_eos=True, extra_body=fields or {})
+        self._patient_client = Client(target)
+        self._client = Client(replace(target, timeout=latest))
         self._objective, self._seconds, self._prompts = objective, setting.seconds, prompts
         self.trials: list[Trial] = []
 
     def warm_up(self, rate: float) -> None:
         """Send a short load. Raises RuntimeError if the server answers no request."""
-        records = run_on_fast_loop(drive(self._client, self._prompts.load(rate, WARMUP_S)))
+        records = run_on_fast_loop(drive(self._patient_client, self._prompts.load(rate, WARMUP_S)))
         if all(record.error for record in records):
             raise RuntimeError(f"the server does not answer: {records[0].error}: {records[0].detail}")
 
