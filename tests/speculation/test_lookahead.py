@@ -133,10 +133,6 @@ def test_each_row_is_computed_from_the_rows_that_it_should_see() -> None:
     assert run(drafter(), model, 300) >= 1.0
 
 
-def test_a_loop_is_drafted_completely() -> None:
-    assert run(drafter(), lambda context: 1 + context[-1] % 6, 100) > 3.0
-
-
 # --- drafts ------------------------------------------------------------------------------------------
 
 

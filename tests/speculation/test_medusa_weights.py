@@ -135,15 +135,6 @@ def test_logits_are_scaled_without_padding_rows(tmp_path: Path, loaded: LoadedMo
     assert_computes(tmp_path, loaded, heads)
 
 
-def test_fewer_heads_than_the_file_has(tmp_path: Path, loaded: LoadedModel) -> None:
-    heads = random_heads(4, 2, HIDDEN_SIZE, VOCAB_SIZE)
-    write_v1(tmp_path, own_names(heads))
-    features = torch.randn(3, HIDDEN_SIZE)
-    weights = read_heads(str(tmp_path), HIDDEN_SIZE, VOCAB_SIZE)
-    found = MedusaHeads(weights, loaded).logits(features, 2)
-    torch.testing.assert_close(found, heads.logits(features)[:, :2])
-
-
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_bfloat16(tmp_path: Path, target: Path, is_shared: bool) -> None:
     loaded = load_model(ServeConfig(model=str(target), dtype="bfloat16", device="cpu"))

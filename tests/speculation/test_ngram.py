@@ -60,15 +60,6 @@ def test_distant_matches_are_found() -> None:
         assert draft(text, 2) == [3, 10], distance
 
 
-def test_a_growing_request_is_followed() -> None:
-    drafting, sequence = drafter(), decoding([1, 2, 3, 9, 1])
-    assert chains(drafting.propose([sequence], [3])) == [[]]
-    sequence.append(2)
-    assert chains(drafting.propose([sequence], [3])) == [[3, 9, 1]]
-    drafting.forget("a")
-    assert chains(drafting.propose([decoding([4, 5, 6, 4, 5])], [3])) == [[6, 4, 5]]
-
-
 TOKENS = st.integers(1, 3) | st.integers(1, 40)
 
 

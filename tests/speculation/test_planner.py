@@ -67,14 +67,6 @@ def test_the_likelier_request_drafts_more() -> None:
     assert best.granted[1] > 2
 
 
-def test_levels_are_paid_for_once_by_all_requests() -> None:
-    alone = Batch([0.9], level_seconds=2e-3).best()
-    many = Batch([0.9] * 8, level_seconds=2e-3).best()
-    assert alone.granted[0] <= many.granted[0]
-    assert many.step.drafting == pytest.approx(2e-3 * many.granted[0])
-    assert Batch([0.9], level_seconds=2e-2).best().granted[0] < alone.granted[0]
-
-
 def test_the_time_of_drafting() -> None:
     """Nothing if no request drafts; else a fixed part, the deepest draft's levels, and all drafts' tokens."""
     plain, best = Batch([0.9, 0.9], level_seconds=1e-5, draft_start=4.0, draft_token=0.5).plans(drafting=3e-3)
@@ -82,14 +74,6 @@ def test_the_time_of_drafting() -> None:
     assert best.granted == [8, 8]
     assert best.step.drafting == pytest.approx(3e-3 + (4 + 8 + 0.5 * 16) * 1e-5)
     assert best.seconds == pytest.approx(PLAIN + best.step.drafting)
-
-
-def test_the_deepest_draft_sets_the_levels() -> None:
-    batch = Batch([0.95, 0.3], level_seconds=1e-5)
-    batch.requests[1].most = 1
-    best = batch.best()
-    assert best.granted == [8, 1]
-    assert best.step.drafting == pytest.approx(8e-5)
 
 
 def test_rows_of_other_drafts_count_in_the_step() -> None:
