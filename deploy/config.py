@@ -99,7 +99,9 @@ def load_config(
     use_download_dir(values.get("download_dir"))  # before a draft's config.json is searched
     if values.get("speculative_config") is not None:
         flag = sources["speculative_config"]
-        values["speculative_config"] = speculative_config(values["speculative_config"], flag, model)
+        fields = _with_method(values["speculative_config"], flag)
+        off = isinstance(fields, Mapping) and fields.get("method") == "none"
+        values["speculative_config"] = None if off else speculative_config(fields, flag, model)
     config = msgspec.convert(values, ServeConfig, strict=False)
     _check_together(config)
     return config
@@ -263,7 +265,7 @@ def draft_workers_refusal(config: ServeConfig) -> str:
 
 
 def _with_method(value: object, flag: str) -> object:
-    """Add the method to a speculative configuration that names only a model."""
+    """Return the fields of a speculative configuration, with the method if they name only a model."""
     if isinstance(value, SpeculativeConfig):
         return value
     fields = json_object(value, flag, '{"method": "ngram"}', "an object with a method")

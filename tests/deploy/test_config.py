@@ -36,6 +36,11 @@ def test_flag_then_environment_then_file_then_default(config_file):
     assert config.max_num_batched_tokens == ServeConfig().max_num_batched_tokens
 
 
+def test_the_method_none_turns_off_what_the_environment_configures():
+    environ = {"TANDEM_SPECULATIVE_CONFIG": '{"method": "suffix"}'}
+    assert load_config({"speculative_config": '{"method": "none"}'}, environ).speculative_config is None
+
+
 def test_a_gguf_file_of_a_folder_is_the_model():
     config = load_config({"model": "/models/small/", "gguf_file": "q4.gguf"}, environ={})
     assert (config.model, config.model_name) == ("/models/small/q4.gguf", "/models/small/q4")
