@@ -70,8 +70,6 @@ class Launcher(threading.Thread):
 
     def run(self) -> None:
         try:
-            if self.cluster.is_local and self._config.forks_workers:
-                self._template.preload(self._config)
             self.cluster.start(self._stop_requested)
             if self.cluster.head is not None:
                 self._watch = HeadWatch(*self.cluster.head, self._on_head_lost)
@@ -126,6 +124,8 @@ def run(
     """Serve a checked configuration until a signal or a failure. Returns the process' exit code."""
     keys = ClusterKeys.generate()
     link_host = cluster.link_host()
+    if cluster.is_local and config.forks_workers:
+        template.preload(config)  # the model is loaded while the router reads the tokenizer
     server = _routers(config, keys, link_host)
     warn_of_exposure(config)
     ready = threading.Event()
