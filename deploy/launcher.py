@@ -8,11 +8,13 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
 
+from deploy.preflight import cuda_fault
 from deploy.processes import end_descendants, kill_descendants
 from deploy.ray_cluster import HeadWatch, RayCluster
 from deploy.resources import choose_threads
@@ -125,7 +127,9 @@ def run(
     keys = ClusterKeys.generate()
     link_host = cluster.link_host()
     if cluster.is_local and config.forks_workers:
-        template.preload(config)  # the model is loaded while the router reads the tokenizer
+        # The model is loaded while the router reads the tokenizer and Ray starts.
+        on_cpu = config.device == "auto" and cuda_fault()
+        template.preload(replace(config, device="cpu") if on_cpu else config)
     server = _routers(config, keys, link_host)
     warn_of_exposure(config)
     ready = threading.Event()
