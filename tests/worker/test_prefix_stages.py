@@ -148,7 +148,7 @@ def lend(light: LightLoop, engine: Engine, incarnation: str = OURS) -> None:
 
 
 @pytest.mark.parametrize("how", ["completed", "failed"])
-def test_lent_blocks_are_returned(light: LightLoop, how: str) -> None:
+def test_lent_blocks_are_returned(light: LightLoop, engine: Engine, how: str) -> None:
     light.generate(request())
     light.run()
     lend(light, engine)
