@@ -133,9 +133,6 @@ def test_a_peer_that_always_disconnects_is_not_retried_for_ever(closing: Closing
     assert raw_receiver.piece(raw).index == 0, "a new push is a new beginning"
 
 
-"""Under a second on an idle machine. Without noticing the death, a side would wait 30 s for progress."""
-
-
 def test_an_idle_link_outlives_the_progress_timeout(closing: Closing, transport: str) -> None:
     sender = closing(SenderEnd([transport], progress_timeout_s=1.0))
     receiver = closing(ReceiverEnd([transport], progress_timeout_s=1.0))
