@@ -199,9 +199,9 @@ def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
 
 
 def _in_float32(tensor: GgufTensor) -> Tensor:
-    """Return the values [rows, inputs]. Torch computes those of a format without minima faster than NumPy."""
-    weight = quantized_weight(tensor)
-    if weight is not None and weight.zeros is None:
+    """Return the values [rows, inputs]."""
+    weight = quantized_weight(tensor) if tensor.type in _WITHOUT_MINIMA else None
+    if weight is not None:
         return weight.dequantized()
     return torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.type)))
 
@@ -256,6 +256,9 @@ _READ = {
     GGMLQuantizationType.Q5_K: (176, _q5_k),
 }
 """The types that stay quantized, with their bytes per block."""
+
+_WITHOUT_MINIMA = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q5_0, GGMLQuantizationType.Q8_0)
+"""Types whose values Torch computes faster than NumPy, to the same bits."""
 
 
 def _with_minimum(format: CodeFormat, codes: Tensor, scales: Tensor, minima: Tensor) -> QuantizedWeight:
