@@ -149,7 +149,7 @@ def pack(weight: Tensor, together: int = 2) -> Tensor:
     out_features, columns = weight.shape
     panels = -(-out_features // PANEL)
     padded = weight.contiguous()
-    if out_features % PANEL:
+    if out_features % PANEL or padded.storage_offset() % together:
         padded = weight.new_zeros((panels * PANEL, columns))
         padded[:out_features] = weight
     values = padded if together == 1 else padded.view(torch.int32)  # whole words move several times as fast

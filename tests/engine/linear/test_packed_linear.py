@@ -52,6 +52,12 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_the_threads() -> None:
             assert torch.equal(together, alone), (threads, rows)
 
 
+def test_a_weight_may_begin_anywhere_in_its_storage() -> None:
+    flat = torch.randn(64 * 32 + 1).bfloat16()
+    weight = flat[1:].view(64, 32)
+    assert torch.equal(packed.pack(weight), packed.pack(weight.clone()))
+
+
 @pytest.mark.usefixtures("kernel")
 def test_nan_and_infinity_stay() -> None:
     _, ours = layers(64, 80)
