@@ -29,6 +29,7 @@ _SLOW = ("*token*", "*.model", "*.vocab", "vocab*", "merges*")
 """Names of the files from which Transformers can convert a slow tokenizer."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 class TokenizerSource(NamedTuple):
@@ -101,13 +102,13 @@ def _read(files: dict[str, Path], flag: str) -> tuple[str, dict[str, Any]]:
 
 def special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the special tokens that the settings name, by role."""
-    named = {}
-    for name in _SPECIAL_NAMES:
-        token = settings.get(name)
-        content = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(content, str):
-            named[name] = content
-    return named
+    named = {name: _content(settings.get(name)) for name in _SPECIAL_NAMES}
+    return {name: content for name, content in named.items() if isinstance(content, str)}
+
+
+def _content(token: Any) -> Any:
+    """Return a token's text; the settings have it alone or with the token's properties."""
+    return token.get("content") if isinstance(token, Mapping) else token
 
 
 class _Head(msgspec.Struct):
@@ -126,8 +127,8 @@ def whole_tokenizer(tokenizer_json: str, settings: Mapping[str, Any]) -> str:
         head = msgspec.json.decode(tokenizer_json, type=_Head)
         added = {token["content"] for token in head.added_tokens}
         special = {token["content"] for token in head.added_tokens if token.get("special")}
-        named = [*_listed(settings), *_with_roles(settings)]
-        missing = [token for token in named if token.content not in (special if token.special else added)]
+        wanted = [*_listed(settings), *_named(settings)]
+        missing = [token for token in wanted if token.content not in (special if token.special else added)]
         if head.truncation is None and head.padding is None and not missing:
             return tokenizer_json
         return _completed(tokenizer_json, settings)
@@ -136,12 +137,12 @@ def whole_tokenizer(tokenizer_json: str, settings: Mapping[str, Any]) -> str:
 
 
 def _completed(tokenizer_json: str, settings: Mapping[str, Any]) -> str:
-    """Add the settings' tokens. A token that only has a role keeps its id, and gets none if it has none."""
+    """Add the settings' tokens. Those that are only named keep their ids, and get none if they have none."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.add_tokens(_listed(settings))
-    known = [token for token in _with_roles(settings) if tokenizer.token_to_id(token.content) is not None]
+    known = [token for token in _named(settings) if tokenizer.token_to_id(token.content) is not None]
     tokenizer.add_tokens(known)
     return tokenizer.to_str()
 
@@ -156,5 +157,10 @@ def _listed(settings: Mapping[str, Any]) -> list[AddedToken]:
     ]
 
 
-def _with_roles(settings: Mapping[str, Any]) -> list[AddedToken]:
-    return [AddedToken(each, special=True, normalized=False) for each in special_tokens(settings).values()]
+def _named(settings: Mapping[str, Any]) -> list[AddedToken]:
+    """Return the special tokens that the settings name by role or in a list, without ids."""
+    contents: list[Any] = [*special_tokens(settings).values()]
+    for name in _SPECIAL_LISTS:
+        listed = settings.get(name) or ()
+        contents += map(_content, listed.values() if isinstance(listed, Mapping) else listed)
+    return [AddedToken(each, special=True, normalized=False) for each in contents if isinstance(each, str)]

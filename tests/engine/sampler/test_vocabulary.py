@@ -63,7 +63,8 @@ def marked_by_the_settings(folder: Path) -> str:
         "4096": {"content": "plain words", "special": False},
         "7": {"content": fast.id_to_token(7), "special": True},
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": decoder}))
+    added = {"added_tokens_decoder": decoder, "additional_special_tokens": [fast.id_to_token(8)]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | added))
     (folder / "config.json").write_text((BUNDLED_MODEL / "config.json").read_text())
     return str(folder)
 
