@@ -22,8 +22,13 @@ HEADER_BYTES = 1 << 20
 
 _PIECE_BYTES = 1 << 24
 """Number of bytes read at a time."""
-_MOST_PATTERN = 256
-_REPEATED_GROUP, _REPETITION = re.compile(r"\)[*+{]"), re.compile(r"[*+{]")
+_MOST_PATTERN, _MOST_WAYS = 1024, 2**20
+_LITERAL = re.compile(r"\\.|\[[^\]]*\]", re.DOTALL)
+"""An escaped character or a set of characters, without any choice of its own."""
+_REPEATED_GROUP = re.compile(r"\)[*+{]|\(\?(#|[a-zA-Z-]*x)")
+"""A repeated group, or a comment or verbose flag, which can hide one."""
+_CHOICES = {"*": 32, "+": 32, "{": 32, "?": 2}
+"""The ways to match each repetition, for paths of some 50 characters."""
 _CHANGES = {
     "use_dora": "DoRA scales the base's weights by column",
     "modules_to_save": "it replaces layers of the base",
@@ -127,12 +132,30 @@ def parse_config(raw: bytes, max_rank: int) -> AdapterConfig:
 
 def _check_pattern(pattern: str) -> None:
     """Raise `AdapterError` for a pattern whose search could take for ever."""
-    is_deep = _REPEATED_GROUP.search(pattern) or len(_REPETITION.findall(pattern)) > 3
-    if is_deep or len(pattern) > _MOST_PATTERN:
-        raise AdapterError(
-            f"{CONFIG}: pattern {pattern[:64]!r}: at most {_MOST_PATTERN} characters, 3 repetitions and no "
-            "repeated group, since a search for it could take for ever"
-        )
+    if len(pattern) > _MOST_PATTERN:
+        limit = f"at most {_MOST_PATTERN} characters, got {len(pattern)}"
+    elif _REPEATED_GROUP.search(bare := _LITERAL.sub("a", pattern)):
+        limit = "no repeated group, comment or verbose flag, since a search for it could take for ever"
+    elif (ways := _ways(bare)) > _MOST_WAYS:
+        limit = f"at most {_MOST_WAYS} ways to match, as 4 repetitions or 20 optional characters have"
+        limit += f", got {ways if ways < 1e18 else 'far more'}"
+    else:
+        return
+    raise AdapterError(f"{CONFIG}: pattern {pattern[:64]!r}: {limit}")
+
+
+def _ways(pattern: str) -> int:
+    """Return a bound of the ways that a search tries: repetitions and groups of alternatives multiply."""
+    ways, alternatives = 1, [1]
+    for character in pattern:
+        if character == "(":
+            alternatives.append(1)
+        elif character == "|":
+            alternatives[-1] += 1
+        elif character == ")" and len(alternatives) > 1:
+            ways *= alternatives.pop()
+        ways *= _CHOICES.get(character, 1)
+    return ways * math.prod(alternatives)
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: float) -> float:
@@ -140,7 +163,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: float) -
     for key, value in (patterns or {}).items():
         try:
             matches = re.match(rf"(.*\.)?({key})$", path)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise AdapterError(f"{CONFIG}: pattern {key[:64]!r}: {error}") from error
         if matches:
             return value

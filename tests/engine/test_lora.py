@@ -347,12 +347,41 @@ def test_an_unsupported_field_or_tensor_is_named(
     assert_refused(table, write(tmp_path, config, tensors), message)
 
 
-@pytest.mark.parametrize("pattern", [r"(\w|\w)*x", ".*.*.*.*x", "q" * 257])
+Q_PATH = "model.layers.1.self_attn.q_proj"
+LAYERS = "|".join(map(str, range(80)))
+PATTERNS = {
+    r"(\w|\w)*x": "no repeated group",
+    r"(?x:(.+) +x)": "no repeated group",
+    r"(.+)(?#)+x": "no repeated group",
+    ".*.*.*.*.*x": "at most 1048576 ways to match",
+    ".?" * 80 + "x": "at most 1048576 ways to match, .* got far more",
+    r"([a-z]|\w)" * 40 + "x": "at most 1048576 ways to match",
+    "q" * 1025: "at most 1024 characters, got 1025",
+    "q{99999999999}": "the repetition number is too large",
+    "(" * 500 + ")" * 500: "maximum recursion depth",
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_that_could_be_searched_for_ever_is_refused(pattern: str) -> None:
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {r".*layers\.(0|1)\..*": 2}}
-    assert parse_config(json.dumps(config).encode(), 64).scale("model.layers.1.q_proj", 4) == 0.5
-    with pytest.raises(AdapterError, match=r"adapter_config.json: pattern .*: at most 256 characters"):
-        parse_config(json.dumps(config | {"rank_pattern": {pattern: 4}}).encode(), 64)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+    with pytest.raises(AdapterError, match=f"adapter_config.json: pattern .*: {PATTERNS[pattern]}"):
+        parse_config(json.dumps(config | {"rank_pattern": {pattern: 4}}).encode(), 64).rank(Q_PATH)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*layers\.(0|1)\..*",
+        rf"model\.layers\.({LAYERS})\.(self_attn|mlp)\.[a-z]_proj",
+        r"model\.layers\.[0-9]+\.(?:self_attn|mlp)\.(q|k|v)_[^.]*",
+        r"^(?!.*mlp).*q_proj",
+    ],
+)
+def test_a_pattern_of_layers_and_modules_is_searched(pattern: str) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {pattern: 2}}
+    parsed = parse_config(json.dumps(config).encode(), 64)
+    assert [parsed.scale(path, 4) for path in (Q_PATH, "lm_head")] == [0.5, 2.0]
 
 
 @pytest.mark.parametrize(
