@@ -33,7 +33,7 @@ _PASSING = (408, 429, 500, 502, 503, 504)
 
 class BatchRequest(msgspec.Struct, kw_only=True):
     custom_id: Annotated[str, Meta(min_length=1)]
-    url: Annotated[str, Meta(pattern="^/v1/[a-z_/]+$")]
+    url: Annotated[str, Meta(pattern=r"^/v1/[a-z_/]+\Z")]
     body: dict[str, Any]
     method: str = "POST"
 

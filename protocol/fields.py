@@ -44,7 +44,11 @@ def listed(text: str | None) -> tuple[str, ...]:
 
 def is_utf8(text: str) -> bool:
     """Return whether messages can hold the text. Other bytes of a command line are surrogates in it."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def named_texts(value: object, flag: str, example: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from protocol.errors import ConfigError, TandemError
+from protocol.fields import is_utf8
 
 # Typer brings a copy of Click's class, without a public name.
 _UsageError: type[Exception] = cast(Any, typer.BadParameter).__bases__[0]
@@ -19,14 +20,26 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 def _checked_url(url: str) -> str:
     try:
-        parts = urlsplit(url)
-        host = (parts.hostname or "").encode("idna")
-        is_good = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+        is_good = _is_url(url)
     except ValueError:
         is_good = False
     if not is_good:
         raise ConfigError(f"--url: must be like {DEFAULT_URL}, got {url!r}")
     return url
+
+
+def _is_url(url: str) -> bool:
+    """Return whether HTTP clients can use the URL. Raises ValueError, too, if it is none."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if not host.isascii():
+        from httpx import URL, InvalidURL  # takes fewer such names than Python's encoding
+
+        try:
+            URL(url)
+        except InvalidURL:
+            return False
+    return parts.scheme in ("http", "https") and bool(host.encode("idna")) and parts.port != 0
 
 
 Url = Annotated[str, typer.Option(help="Base URL of the server.", envvar="TANDEM_URL", callback=_checked_url)]
@@ -63,13 +76,19 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that refuses `nan` and `inf` as numbers, which a lower limit alone lets pass."""
+    """A command that refuses `nan` and `inf` as numbers, which a lower limit alone lets pass, and texts that
+    are not UTF-8, which no message can hold.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         for option in self.params:
             value = ctx.params.get(option.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{option.opts[0]}: must be a finite number, got {value}")
+            texts = value if isinstance(value, list) else [value]
+            if not all(is_utf8(text) for text in texts if isinstance(text, str)):
+                name = option.opts[0] if option.opts[0].startswith("-") else option.opts[0].upper()
+                raise ConfigError(f"{name}: must be UTF-8")
         return super().invoke(ctx)
 
 

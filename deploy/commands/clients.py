@@ -13,7 +13,6 @@ import typer
 
 from deploy.commands import DEFAULT_URL, ApiKey, Url
 from protocol.errors import ConfigError
-from protocol.fields import is_utf8
 
 Worker = Annotated[str, typer.Argument(help="A worker's id, as `tandem status` shows it.")]
 
@@ -139,16 +138,23 @@ def complete(
     from deploy.client import client, completion_texts, fields_of
 
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
-    body |= {"prompt": sys.stdin.read() if prompt == "-" else prompt}
+    body |= {"prompt": _standard_input() if prompt == "-" else prompt}
     body |= {name: value for name, value in {"seed": seed, "stop": stop or None}.items() if value is not None}
-    if not all(map(is_utf8, [body["prompt"], *(stop or ())])):
-        raise ConfigError("PROMPT and --stop: must be UTF-8")
     with client(url, api_key) as http:
         models = [] if model else fields_of(http.get("/v1/models"), "data")["data"]
         body["model"] = model or next((each["id"] for each in models), "")
         for text in completion_texts(http, body):
             print(text, end="", flush=True)
     print()
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"PROMPT: standard input must be UTF-8: {error.reason} at byte {error.start}"
+        ) from error
 
 
 def batch(

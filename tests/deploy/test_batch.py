@@ -172,6 +172,7 @@ def test_a_server_that_is_gone_ends_it(run, server):
         ([line("a", method="GET")], "method: must be POST, got 'GET'"),
         ([line("a", url="http://elsewhere")], "url"),
         ([line("a", url="/v1/\x01")], "url"),
+        ([line("a", url="/v1/completions\n")], "url"),
         ([line("a", body={"prompt": "a", "stream": True})], "body.stream: "),
     ],
 )

@@ -94,15 +94,31 @@ def test_bad_options_are_one_line_that_names_the_flag(
         (["batch", "a", "b", "--url", "http://"], "--url: must be like http://127.0.0.1:8000, got 'http://'"),
         (["scale", "--url", "http://[::1"], "--url: must be like http://127.0.0.1:8000, got 'http://[::1'"),
         (["complete", "x", "--temperature", "inf"], "--temperature: must be a finite number, got inf"),
-        (["complete", os.fsdecode(b"\xff")], "PROMPT and --stop: must be UTF-8"),
+        (["complete", os.fsdecode(b"\xff")], "PROMPT: must be UTF-8"),
+        (["complete", "x", "--stop", os.fsdecode(b"\xff")], "--stop: must be UTF-8"),
+        (["complete", "x", "--model", os.fsdecode(b"\xff")], "--model: must be UTF-8"),
+        (["drain", os.fsdecode(b"\xff")], "WORKER: must be UTF-8"),
         (["top", "--interval", "inf"], "--interval: must be a finite number, got inf"),
         (["top", "--url", "http://.."], "--url: must be like http://127.0.0.1:8000, got 'http://..'"),
+        (["top", "--url", "http://☃.a"], "--url: must be like http://127.0.0.1:8000, got 'http://☃.a'"),
         (["status", "--api-key", "schlüssel"], "--api-key: must have printable ASCII characters only"),
     ],
 )
 def test_wrong_arguments_are_one_line(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert (done.exit_code, done.stderr) == (2, f"tandem: {said}\n")
+
+
+def test_a_prompt_of_another_encoding_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["complete", "-"], input=b"a\xff")
+    said = "PROMPT: standard input must be UTF-8: invalid start byte at byte 1"
+    assert (done.exit_code, done.stderr) == (2, f"tandem: {said}\n")
+
+
+def test_a_key_is_added_to_a_file_in_the_home_folder(tmp_path: Path) -> None:
+    done = invoke("key", "add", "me", HOME=str(tmp_path), TANDEM_API_KEY_FILE="~/keys")
+    assert done.exit_code == 0, done
+    assert [entry.name for entry in read_key_file(str(tmp_path / "keys"))] == ["me"]
 
 
 def test_a_fault_of_the_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
