@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from textwrap import TextWrapper
@@ -178,4 +179,5 @@ def add_key(
         "tokens_per_minute": tokens_per_minute,
         "concurrent_requests": concurrent_requests,
     }
-    typer.echo(add(api_key_file, name=name, priority=priority, operator=operator, **limits))
+    path = os.path.expanduser(api_key_file)  # the variable and --api-key-file=~/x come without a shell's
+    typer.echo(add(path, name=name, priority=priority, operator=operator, **limits))

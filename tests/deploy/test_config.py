@@ -237,6 +237,12 @@ def test_a_path_from_the_home_folder_is_written_in_full(config_file, monkeypatch
     assert config.api_key == "~/key"
 
 
+def test_the_file_of_options_is_found_from_the_home_folder(config_file, monkeypatch):
+    path = config_file("port: 5\n")
+    monkeypatch.setenv("HOME", str(path.parent))
+    assert load_config(environ={}, config_file=f"~/{path.name}").port == 5
+
+
 def test_a_mistyped_variable_is_reported(caplog):
     load_config(environ={"TANDEM_MAX_NUM_SEQ": "3", "TANDEM_URL": "http://a:8000", "TANDEM_CACHE_DIR": "/a"})
     assert [record.message for record in caplog.records] == [
