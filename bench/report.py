@@ -84,15 +84,17 @@ def show(text: object) -> None:
 def publish(folder: Path, content: dict[str, Any], report: str | Table) -> None:
     """Print the report, and write it (`README.md`, if it is text) and the content into `folder`.
 
-    The report is printed first, so that a folder that cannot be written costs no measurement.
+    Neither a folder that cannot be written nor a terminal that is gone costs the measurement.
     """
-    if isinstance(report, str):
-        show(report)
-    else:
-        Console(width=None if sys.stdout.isatty() else 120).print(report)  # no cell is cut in a file
-    write_results(folder, content)
-    if isinstance(report, str):
-        (folder / "README.md").write_text(report)
+    try:
+        if isinstance(report, str):
+            show(report)
+        else:
+            Console(width=None if sys.stdout.isatty() else 120).print(report)  # no cell is cut in a file
+    finally:
+        write_results(folder, content)
+        if isinstance(report, str):
+            (folder / "README.md").write_text(report)
     show(f"written to {folder}")
 
 

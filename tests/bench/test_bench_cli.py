@@ -90,6 +90,16 @@ def test_figures_that_cannot_be_written_are_shown(tmp_path, capsys):
     assert "the figures" in capsys.readouterr().out
 
 
+def test_figures_that_cannot_be_shown_are_written(tmp_path):
+    script = (
+        "import sys, pathlib; from bench.report import publish; publish(pathlib.Path(sys.argv[1]), {}, 'x')"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, stdout=full)
+    assert done.returncode != 0
+    assert (tmp_path / "results.json").exists() and (tmp_path / "README.md").read_text() == "x"
+
+
 def test_help_imports_no_torch():
     script = (
         "import sys, bench.cli; sys.exit(bool({'torch', 'transformers', 'ray', 'scipy'} & set(sys.modules)))"
