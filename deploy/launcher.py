@@ -127,9 +127,10 @@ def run(
     keys = ClusterKeys.generate()
     link_host = cluster.link_host()
     if cluster.is_local and config.forks_workers:
-        # The model is loaded while the router reads the tokenizer and Ray starts.
-        on_cpu = config.device == "auto" and cuda_fault()
-        template.preload(replace(config, device="cpu") if on_cpu else config)
+        # The model is loaded while the router reads the tokenizer and Ray starts. With "auto" the template
+        # would wait until Ray has counted the GPUs.
+        device = "cpu" if config.device == "auto" and cuda_fault() else config.device
+        template.preload(replace(config, device=device))
     server = _routers(config, keys, link_host)
     warn_of_exposure(config)
     ready = threading.Event()

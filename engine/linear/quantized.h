@@ -128,9 +128,9 @@ void rows_of_expanded(Floats& tiles, const Product& p, const Coded& w, const Flo
     tiles.put_totals(p, totals, first, end, panel);
 }
 
-// Computes the same rows with tiles that take all runs of a panel; one row has a way of its own. For many rows the panel's
-// weights are expanded first, for few those of a step just before the step before it is multiplied, so that they have
-// reached the cache when they are loaded.
+// Computes the same rows with tiles that take all runs of a panel; one row needs no expanded weights. For many rows
+// the panel's weights are expanded first, for few those of a step just before the step before it is multiplied, so
+// that they have reached the cache when they are loaded.
 template <class Codes, class Tiles>
 void rows_of_runs(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs, int64_t first,
                   int64_t end, int64_t panel) {
