@@ -67,15 +67,19 @@ def plan(options: PlanOptions, console: Console) -> None:
     requests = fitted(read_trace(Path(options.trace), options.num_prompts), fit)
     folder = _made(Path(options.output))
     outcomes = _simulate(Study(profile, requests, fit.block_tokens, slo), options.workers, console)
-    _print_plan(console, outcomes, slo)
     chosen = best(outcomes)
     document: dict[str, object] = {"options": options, "profile": profile, "outcomes": outcomes}
     document["recommended"] = chosen.scenario
-    if profile.speculation is not None and profile.speculation.methods:
-        choices = draft_choices(profile.speculation, BATCHES)
-        _print_drafts(console, choices, profile.speculation.methods[0].method, chosen)
+    drafts = profile.speculation if profile.speculation and profile.speculation.methods else None
+    choices = draft_choices(drafts, BATCHES) if drafts else []
+    if drafts:
         document["drafts"] = choices
-    _write(document, outcomes, slo, folder)
+    try:
+        _print_plan(console, outcomes, slo)
+        if drafts:
+            _print_drafts(console, choices, drafts.methods[0].method, chosen)
+    finally:  # a reader that has seen enough, or a full disk, costs no figure
+        _write(document, outcomes, slo, folder)
     console.print(f"Written: {options.output}/plan.svg, {options.output}/plan.json", highlight=False)
 
 

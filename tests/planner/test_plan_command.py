@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from planner.command import parse, plan
 from planner.profile import BUNDLED, DEFAULT_PROFILE, read_profile, write_profile
 from planner.scenarios import PlanOutcome, Scenario, Slo, Spread, best, scenarios
 from protocol.errors import ConfigError
@@ -52,6 +57,20 @@ def test_plan_compares_all_layouts_and_recommends_one(files):
         assert outcome["split"] == 0 or outcome["scenario"]["mode"] != "colocated"
     assert written["recommended"] in [outcome["scenario"] for outcome in written["outcomes"]]
     assert "Drafts" not in result.output, "the profile tells of none"
+
+
+def test_a_plan_that_cannot_be_shown_is_written(files):
+    options = {"trace": str(files / "trace.jsonl"), "profile": str(files / "profile.json")}
+    options |= {"slo_ttft": 2.0, "slo_tpot": 0.05, "workers": 2, "output": str(files / "out")}
+    options |= {"trace_scale_lengths": 1.0, "trace_speedup": 1.0}
+
+    class Full(StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        plan(parse(options), Console(file=Full()))
+    assert len(json.loads((files / "out" / "plan.json").read_text())["outcomes"]) == 3
 
 
 def test_the_bundled_profile_names_its_sources_and_drafts(files):
