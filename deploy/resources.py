@@ -34,8 +34,10 @@ def check_number(config: ServeConfig, cores: int) -> None:
     most, wanted = WORKERS_PER_CORE * cores, config.total_ranks
     if wanted > most:
         largest = max(ROLES.values(), key=lambda role: config.num_replicas(role) * config.num_ranks(role))
+        has_more_ranks = config.num_ranks(largest) > config.num_replicas(largest)
+        flag = flag_name(largest.ranks if has_more_ranks else largest.replicas)
         raise ConfigError(
-            f"{flag_name(largest.replicas)}: at most {most} worker processes fit on this host with {cores} "
+            f"{flag}: at most {most} worker processes fit on this host with {cores} "
             f"cores and no GPU ({WORKERS_PER_CORE} for each core), got {wanted} of all roles"
         )
 

@@ -162,6 +162,8 @@ def test_more_workers_than_the_host_takes(model: str, monkeypatch: pytest.Monkey
     refused = "--decode-replicas: at most 8 worker processes fit on this host with 2 cores and no GPU"
     with pytest.raises(ConfigError, match=f"{refused} .4 for each core., got 10 of all roles"):
         check(model, decode_replicas=9)
+    with pytest.raises(ConfigError, match=r"--decode-tensor-parallel-size: at most 8 .* got 9 of all roles"):
+        check(model, decode_tensor_parallel_size=8)
     check(model, decode_replicas=9, ray_address="10.0.0.1:6379")
 
 
