@@ -15,6 +15,9 @@ from bench.serve.report import print_result, write_json
 from bench.serve.runner import run_load
 from bench.serve.statistics import parse_objectives
 
+_MOST = 2**24
+"""The most requests, and the most tokens in one, which are made before the first is sent."""
+
 
 def _option(text: str, **limits: Any) -> Any:
     return typer.Option(help=text, **limits)
@@ -23,12 +26,16 @@ def _option(text: str, **limits: Any) -> Any:
 def serve(
     model: Annotated[str, _option("model name to ask for")],
     base_url: Annotated[str, _option("server to drive")] = "http://127.0.0.1:8000",
-    num_prompts: Annotated[int | None, _option("requests to send; 100, or all of a file", min=1)] = None,
-    random_input_len: Annotated[int, _option("tokens per synthetic prompt", min=1)] = 256,
-    random_output_len: Annotated[int, _option("tokens to ask for", min=1)] = 128,
-    random_prefix_len: Annotated[int, _option("further tokens, the same in all prompts", min=0)] = 0,
+    num_prompts: Annotated[
+        int | None, _option("requests to send; 100, or all of a file", min=1, max=_MOST)
+    ] = None,
+    random_input_len: Annotated[int, _option("tokens per synthetic prompt", min=1, max=_MOST)] = 256,
+    random_output_len: Annotated[int, _option("tokens to ask for", min=1, max=_MOST)] = 128,
+    random_prefix_len: Annotated[
+        int, _option("further tokens, the same in all prompts", min=0, max=_MOST)
+    ] = 0,
     random_range_ratio: Annotated[float, _option("spread of the lengths, 0 to below 1")] = 0.0,
-    vocab_size: Annotated[int, _option("synthetic token ids stay below this")] = 4096,
+    vocab_size: Annotated[int, _option("synthetic token ids stay below this", max=2**31)] = 4096,
     prompt_file: Annotated[Path | None, _option("JSONL: prompt, max_tokens", exists=True)] = None,
     trace: Annotated[Path | None, _option("JSONL trace in Mooncake's form", exists=True)] = None,
     trace_scale_lengths: Annotated[float, _option("factor on the trace's lengths")] = 1.0,
@@ -38,7 +45,7 @@ def serve(
     request_rate: Annotated[float | None, _option("requests/s; a trace's own times, or all at once")] = None,
     burstiness: Annotated[float, _option("1: Poisson arrivals; below 1: burstier")] = 1.0,
     max_concurrency: Annotated[int | None, _option("most requests at once", min=1)] = None,
-    num_warmups: Annotated[int, _option("requests sent before measuring", min=0)] = 1,
+    num_warmups: Annotated[int, _option("requests sent before measuring", min=0, max=_MOST)] = 1,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="generate the full length")] = False,
     temperature: Annotated[float, _option("0 is greedy", min=0.0)] = 0.0,
     chat: Annotated[bool, typer.Option("--chat", help="use /v1/chat/completions (text prompts)")] = False,

@@ -31,6 +31,8 @@ FIVE = "five --output {tmp_path}/out"
         ("serve --model m", "--base-url localhost", "URL"),
         ("serve --model m", "--chat", "--prompt-file"),
         ("serve --model m", "--num-prompts 0", "num-prompts"),
+        ("serve --model m", "--num-prompts 99999999999", "less than or equal to 16777216"),
+        ("serve --model m", "--random-input-len 99999999999", "less than or equal to 16777216"),
         ("speculate", "--method magic", "--method: 'magic' is none of draft_model"),
         ("speculate", "--workload poetry", "--workload: 'poetry' is none of completion, edit"),
         ("speculate", "--num-tokens 1,x", "--num-tokens: "),
