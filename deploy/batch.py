@@ -7,7 +7,6 @@ Each answer is written as one line when it is final, so the same command continu
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import io
 import os
 from collections.abc import Callable, Iterator, Set
@@ -20,7 +19,7 @@ from msgspec import Meta
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.client import ServerError, authorization
-from native.ownership import OwnershipError, open_own
+from native.ownership import OwnershipError, open_own, takes_lock
 from protocol.errors import ConfigError, TandemError
 
 MAX_ATTEMPTS = 10
@@ -120,11 +119,9 @@ def _opened_output(path: Path) -> io.BufferedRandom:
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not takes_lock(descriptor):
         os.close(descriptor)
-        raise ConfigError(f"{path}: another run of `tandem batch` writes to it") from error
+        raise ConfigError(f"{path}: another run of `tandem batch` writes to it")
     return open(descriptor, "r+b")
 
 
