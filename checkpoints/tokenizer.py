@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,27 +127,28 @@ def whole_tokenizer(tokenizer_json: str, settings: Mapping[str, Any]) -> str:
         head = msgspec.json.decode(tokenizer_json, type=_Head)
         added = {token["content"] for token in head.added_tokens}
         special = {token["content"] for token in head.added_tokens if token.get("special")}
-        wanted = [*_listed(settings), *_named(settings)]
+        with_ids = _with_ids(settings)
+        named = _named(settings, added | {token.content for token in with_ids})
+        wanted = [*with_ids, *named]
         missing = [token for token in wanted if token.content not in (special if token.special else added)]
         if head.truncation is None and head.padding is None and not missing:
             return tokenizer_json
-        return _completed(tokenizer_json, settings)
+        return _completed(tokenizer_json, with_ids, named)
     except Exception as error:  # tokenizers raises no narrower type
         raise ConfigError(f"--tokenizer: tokenizer.json is not usable: {error}") from error
 
 
-def _completed(tokenizer_json: str, settings: Mapping[str, Any]) -> str:
+def _completed(tokenizer_json: str, with_ids: list[AddedToken], named: list[AddedToken]) -> str:
     """Add the settings' tokens. Those that are only named keep their ids, and get none if they have none."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.add_tokens(_listed(settings))
-    known = [token for token in _named(settings) if tokenizer.token_to_id(token.content) is not None]
-    tokenizer.add_tokens(known)
+    tokenizer.add_tokens(with_ids)
+    tokenizer.add_tokens([token for token in named if tokenizer.token_to_id(token.content) is not None])
     return tokenizer.to_str()
 
 
-def _listed(settings: Mapping[str, Any]) -> list[AddedToken]:
+def _with_ids(settings: Mapping[str, Any]) -> list[AddedToken]:
     """Return the tokens of `added_tokens_decoder` in the order of their ids."""
     entries = sorted((settings.get("added_tokens_decoder") or {}).items(), key=lambda entry: int(entry[0]))
     names = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -157,10 +158,15 @@ def _listed(settings: Mapping[str, Any]) -> list[AddedToken]:
     ]
 
 
-def _named(settings: Mapping[str, Any]) -> list[AddedToken]:
-    """Return the special tokens that the settings name by role or in a list, without ids."""
+def _named(settings: Mapping[str, Any], added: Collection[str]) -> list[AddedToken]:
+    """Return the special tokens that the settings name by role or in a list. As with Transformers, a list
+    makes no token special that is an added one.
+    """
     contents: list[Any] = [*special_tokens(settings).values()]
     for name in _SPECIAL_LISTS:
         listed = settings.get(name) or ()
-        contents += map(_content, listed.values() if isinstance(listed, Mapping) else listed)
+        if isinstance(listed, Mapping):  # by roles of the model's own
+            contents += map(_content, listed.values())
+        else:
+            contents += [content for content in map(_content, listed) if content not in added]
     return [AddedToken(each, special=True, normalized=False) for each in contents if isinstance(each, str)]

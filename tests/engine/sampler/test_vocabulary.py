@@ -63,7 +63,11 @@ def marked_by_the_settings(folder: Path) -> str:
         "4096": {"content": "plain words", "special": False},
         "7": {"content": fast.id_to_token(7), "special": True},
     }
-    added = {"added_tokens_decoder": decoder, "additional_special_tokens": [fast.id_to_token(8)]}
+    added = {
+        "added_tokens_decoder": decoder,
+        "additional_special_tokens": [fast.id_to_token(8), "plain words"],
+        "extra_special_tokens": {"image_token": fast.id_to_token(9)},
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | added))
     (folder / "config.json").write_text((BUNDLED_MODEL / "config.json").read_text())
     return str(folder)
