@@ -19,6 +19,7 @@ from msgspec import Meta
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.client import ServerError, authorization
+from deploy.processes import OTHER_FILES, raise_file_limit
 from native.ownership import OwnershipError, open_own, takes_lock
 from protocol.errors import ConfigError, TandemError
 
@@ -129,6 +130,7 @@ def run_batch(
     url: str, api_key: str | None, source: Path, target: Path, *, concurrency: int, priority: int
 ) -> None:
     """Send the requests and print the outcome. Raises `ConfigError`, and `ServerError` for failures."""
+    raise_file_limit(concurrency + OTHER_FILES)
     names = {request.custom_id for request in read_requests(source)}
     total = len(names)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

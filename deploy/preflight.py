@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import resource
 import socket
 from collections.abc import Collection, Mapping
 from importlib.metadata import version
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.mtp_layouts import find_layouts
 from checkpoints.source import ASSISTANTS, hf_source, is_gguf, split_hub_file
+from deploy.processes import raise_file_limit
 from deploy.resources import check_heads, check_number, plan_workers
 from engine.limits import check_draft, check_quantization, choose_max_model_len, cpu_pool_budget
 from engine.lora.config import AdapterError, check_files
@@ -127,14 +127,11 @@ def check_start(config: ServeConfig) -> GenerationDefaults:
 
 def _check_open_files() -> None:
     """Raise the soft limit of open files, or raise `ConfigError` if the hard limit is too low for a start."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = USUAL_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, USUAL_OPEN_FILES)
-    if highest < LEAST_OPEN_FILES:
+    allowed = raise_file_limit(USUAL_OPEN_FILES)
+    if allowed < LEAST_OPEN_FILES:
         raise ConfigError(
-            f"ulimit -n: a server needs at least {LEAST_OPEN_FILES} open files, {hard} are allowed"
+            f"ulimit -n: a server needs at least {LEAST_OPEN_FILES} open files, {allowed} are allowed"
         )
-    if soft != resource.RLIM_INFINITY and soft < highest:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
 
 
 def _read_config(source: str, revision: str | None, flag: str) -> dict[str, Any]:

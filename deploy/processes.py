@@ -1,4 +1,4 @@
-"""This host's processes: finds stuck ones, and removes descendants and their directories."""
+"""This host's processes: finds stuck ones, removes descendants and their directories, raises a limit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import logging
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -20,6 +21,9 @@ STOPPED_S = 3.0
 
 IDLE_S = 150.0
 """A process that should work but uses no CPU for this long is stuck. Compilers get two minutes."""
+
+OTHER_FILES = 64
+"""The open files of a client that are no connections to the server, at most."""
 
 _LONGEST_LOOK_S = 2.0
 """The most time counted between two calls of `look`: the watching process may have been stopped, too."""
@@ -102,6 +106,18 @@ def adopt_orphans() -> None:
 def end_with_parent() -> None:
     """Have the kernel send this process SIGTERM when its parent's thread ends, for use as a `preexec_fn`."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def raise_file_limit(wanted: int) -> int:
+    """Let this process and its later children open so many files, sockets included, or as many as the hard
+    limit allows. Return how many they may open, at most `wanted`.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def end_descendants(grace_s: float) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.statistics import Summary, summarize
 from bench.serve.workload import LoadRequest
+from deploy.processes import OTHER_FILES, raise_file_limit
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ async def drive(
 
     A request's clock starts when it is sent, so time spent waiting for a free place is not counted.
     """
+    at_once = min(max_concurrency or len(requests), len(requests))
+    raise_file_limit(at_once + OTHER_FILES)
     records = [Record()] * len(requests)
     begin = time.perf_counter()
     pending = iter(enumerate(requests))
@@ -47,7 +50,7 @@ async def drive(
                 on_done(records[index])
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(max_concurrency or len(requests), len(requests))):
+        for _ in range(at_once):
             group.create_task(worker())
     return records
 

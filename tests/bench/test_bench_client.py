@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import time
 
 import pytest
@@ -201,6 +202,18 @@ async def test_concurrency_is_bounded_and_arrivals_are_kept(start_server):
     records = await drive(client(url), timed)
     offsets = [record.start - records[0].start for record in records]
     assert all(offset >= 0.05 * i - 0.01 for i, offset in enumerate(offsets))
+
+
+async def test_the_limit_of_open_files_is_raised_for_the_connections(start_server, monkeypatch):
+    async def serve(_, writer):
+        await stream(writer, [token("a"), USAGE, DONE], 0.0)
+
+    url, limits = await start_server(serve), {"soft": 8, "hard": 70}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits.values()))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.update(soft=both[0]))
+    for at_once, raised in ((2, 66), (8, 70)):
+        await drive(client(url), [REQUEST] * 8, max_concurrency=at_once)
+        assert limits["soft"] == raised
 
 
 async def test_run_load_fails_when_the_warm_up_does(start_server):

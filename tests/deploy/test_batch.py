@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import resource
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -213,6 +214,14 @@ def test_answers_to_other_requests_do_not_count(server, run, tmp_path):
     result = run(lines=[line(NAMES[0]), line("more")])
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "2 completed, 0 failed")
     assert set(answers(tmp_path)) == {*NAMES[:8], "more"}
+
+
+def test_the_limit_of_open_files_is_raised_for_the_connections(run, monkeypatch):
+    limits = {"soft": 256, "hard": 4096}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits.values()))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.update(soft=both[0]))
+    assert run("--concurrency", "16").exit_code == 0 and limits["soft"] == 256
+    assert run("--concurrency", "2000").exit_code == 0 and limits["soft"] == 2064
 
 
 def test_one_run_at_a_time_writes_the_answers(server, run, tmp_path):
