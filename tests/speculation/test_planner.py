@@ -69,10 +69,12 @@ def test_the_likelier_request_drafts_more() -> None:
 
 def test_the_time_of_drafting() -> None:
     """Nothing if no request drafts; else a fixed part, the deepest draft's levels, and all drafts' tokens."""
-    plain, best = Batch([0.9, 0.9], level_seconds=1e-5, draft_start=4.0, draft_token=0.5).plans(drafting=3e-3)
+    batch = Batch([0.95, 0.3], level_seconds=1e-5, draft_start=4.0, draft_token=0.5)
+    batch.requests[1].most = 1
+    plain, best = batch.plans(drafting=3e-3)
     assert plain.step.drafting == 3e-3
-    assert best.granted == [8, 8]
-    assert best.step.drafting == pytest.approx(3e-3 + (4 + 8 + 0.5 * 16) * 1e-5)
+    assert best.granted == [8, 1]
+    assert best.step.drafting == pytest.approx(3e-3 + (4 + 8 + 0.5 * 9) * 1e-5)
     assert best.seconds == pytest.approx(PLAIN + best.step.drafting)
 
 
