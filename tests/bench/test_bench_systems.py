@@ -53,9 +53,10 @@ def test_a_system_is_ready_when_entered_and_gone_with_its_children_when_left(tmp
 
 def start_bench(tmp_path):
     bench = f"""
-import time
+import signal, time
 from pathlib import Path
 from tests.bench.test_bench_systems import SERVER, command, running
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 with running([command(SERVER, {free_port()})], Path({str(tmp_path)!r}), timeout=120):
     print("ready", flush=True)
     time.sleep(600)

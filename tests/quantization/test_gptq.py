@@ -65,5 +65,7 @@ def test_inputs_that_never_occurred_are_rounded_to_nearest() -> None:
     hessian[:, silent] = 0
     quantized = gptq.quantize(weight, hessian, 4, GROUP)
     assert torch.equal(quantized.codes[:, silent], nearest_codes(weight, quantized)[:, silent])
+    louder = gptq.quantize(weight, 4096 * hessian, 4, GROUP)
+    assert torch.equal(louder.codes, quantized.codes), "the damping follows the inputs' scale"
     nothing = gptq.quantize(weight, torch.zeros_like(hessian), 4, GROUP)
     assert torch.equal(nothing.codes, nearest_codes(weight, nothing))
