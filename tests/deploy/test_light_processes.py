@@ -20,6 +20,7 @@ FORBIDDEN = {
     "from deploy.cli import app; app(['serve', '--help'], standalone_mode=False)": (
         "fastapi ray torch transformers zmq"
     ),
+    "import bench.cli": "ray scipy torch transformers",
     ROUTER: "engine opentelemetry.sdk ray torch transformers",
     "import deploy.launcher": "engine.engine gguf huggingface_hub ray requests torch transformers",
     "import deploy.actors": "engine fastapi jinja2 llguidance numpy tokenizers torch transformers uvicorn",
@@ -33,7 +34,9 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize(
-    "imports", FORBIDDEN, ids=["help", "router", "launcher", "actor", "preprocessor", "template", "cpu"]
+    "imports",
+    FORBIDDEN,
+    ids=["help", "bench", "router", "launcher", "actor", "preprocessor", "template", "cpu"],
 )
 def test_no_process_imports_what_it_does_not_need(imports: str) -> None:
     heavy = FORBIDDEN[imports].split()

@@ -126,7 +126,9 @@ def test_a_real_server_is_measured(tmp_path: Path, monkeypatch):
 def test_a_killed_profile_leaves_no_server():
     code = "from deploy.profile import _serving\nwith _serving(['--port', '0'], 60): pass"
     profile = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    wait_until(lambda: psutil.Process(profile.pid).children(), 60)
+    wait_until(
+        lambda: any("serve" in child.cmdline() for child in psutil.Process(profile.pid).children()), 60
+    )
     (server,) = psutil.Process(profile.pid).children()
     profile.kill()
     profile.wait()
