@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -45,8 +46,9 @@ def leave_unready(config: ServeConfig) -> NoReturn:
 
 
 def complain(config: ServeConfig, reason: str) -> None:
-    """Report why the server ends."""
+    """Report why the server ends, unless the terminal is gone."""
     if config.log_format == "json":
         log.error("%s", reason)
     else:
-        print(f"tandem: {reason}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"tandem: {reason}", file=sys.stderr, flush=True)

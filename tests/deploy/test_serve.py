@@ -329,6 +329,20 @@ def test_a_signal_during_the_imports_is_not_lost() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
 
 
+def test_a_signal_before_the_server_is_ready_needs_no_terminal() -> None:
+    """Nobody reads what the process prints."""
+    code = """if True:
+        import os, signal
+        from deploy.signals import Patience
+        from protocol.config import ServeConfig
+        reader, writer = os.pipe()
+        os.close(reader), os.dup2(writer, 2)
+        signal.signal(signal.SIGTERM, Patience(ServeConfig()).on_signal)
+        os.kill(os.getpid(), signal.SIGTERM)
+    """
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
+
+
 @pytest.mark.parametrize(
     "started",
     [["--no-disaggregation", "--log-format", "json", "--enable-log-requests", "--log-level", "debug"]],
