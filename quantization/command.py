@@ -35,6 +35,7 @@ def quantize(options: QuantizeOptions, console: Console) -> None:
     """
     prepared = prepare(options)
     with only_run(options.output, "--output"):
+        checkpoint.check_output(options.output)  # another run may have finished it since
         _run(options, prepared, console)
 
 

@@ -19,6 +19,7 @@ from deploy.cli import app
 from engine.load.loader import load_model
 from protocol.config import ServeConfig
 from quantization import command, methods
+from quantization.preparation import PreparedRun, QuantizeOptions, prepare
 from quantization.texts import HeldOut, predict
 from tests.e2e.architectures import GEMMA4_EXPERTS, config_of
 from tests.full_disk import full_disk
@@ -315,6 +316,20 @@ def test_data_that_is_missing_or_too_short(folder: Path, tmp_path: Path) -> None
 def test_a_folder_with_something_else_is_no_output(folder: Path) -> None:
     said = run(folder, folder / "model", "int8")
     assert f"--output: {folder / 'model'} has other files already (config.json)" in said
+
+
+def test_a_checkpoint_that_another_run_has_finished_meanwhile_stays(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepared_slowly(options: QuantizeOptions) -> PreparedRun:
+        prepared = prepare(options)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").touch()
+        return prepared
+
+    monkeypatch.setattr("quantization.command.prepare", prepared_slowly)
+    assert "has other files already (config.json)" in run(folder, tmp_path / "out", "int8")
+    assert list(contents(tmp_path / "out")) == ["config.json"]
 
 
 def test_a_model_in_the_home_folder_is_found(
