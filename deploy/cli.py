@@ -73,7 +73,7 @@ app.command(
 )(offline.bench)
 app.command(cls=ConfigCommand, no_args_is_help=False)(profile)
 app.command()(offline.plan)
-app.command()(offline.quantize)
+app.command(cls=Command)(offline.quantize)
 app.command()(version)
 app.add_typer(keys, name="key")
 app.add_typer(offline.speculate, name="speculate")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, cast
 from urllib.parse import urlsplit
 
@@ -77,7 +78,8 @@ class Commands(TyperGroup):
 
 class Command(TyperCommand):
     """A command that refuses `nan` and `inf` as numbers, which a lower limit alone lets pass, and texts that
-    are not UTF-8, which no message can hold.
+    are not UTF-8, which no message can hold. Finds paths from the home folder, which no shell expands after
+    an equals sign.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -85,6 +87,8 @@ class Command(TyperCommand):
             value = ctx.params.get(option.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{option.opts[0]}: must be a finite number, got {value}")
+            if isinstance(value, Path) and str(value).startswith("~/"):
+                ctx.params[option.name] = value.expanduser()
             texts = value if isinstance(value, list) else [value]
             if not all(is_utf8(text) for text in texts if isinstance(text, str)):
                 name = option.opts[0] if option.opts[0].startswith("-") else option.opts[0].upper()

@@ -121,6 +121,12 @@ def test_a_key_is_added_to_a_file_in_the_home_folder(tmp_path: Path) -> None:
     assert [entry.name for entry in read_key_file(str(tmp_path / "keys"))] == ["me"]
 
 
+def test_a_file_in_the_home_folder_is_found_after_an_equals_sign(tmp_path: Path) -> None:
+    options = ["--method=int8", "--model=tandem-code-10m", "--output=~/out", "--data=~/none.txt"]
+    done = invoke("quantize", *options, HOME=str(tmp_path))
+    assert (done.exit_code, done.stderr) == (2, f"tandem: --data: {tmp_path}/none.txt does not exist\n")
+
+
 def test_a_fault_of_the_disk_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "plan/plan.svg")
