@@ -9,7 +9,7 @@ import ast
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,8 +42,9 @@ def test_a_name_that_is_no_more_is_found() -> None:
 
 def named(tree: ast.Module) -> Iterator[str]:
     """Yield the whole names of what is patched or named by strings."""
-    imported = dict(_imported(tree))
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    imported = dict(_imported(nodes))
+    for node in nodes:
         match node:
             case ast.Constant(str(text)) if part := PART.fullmatch(text):
                 yield f"{part[1]}.{part[2]}"
@@ -61,8 +62,9 @@ def named(tree: ast.Module) -> Iterator[str]:
                     yield ".".join([imported[first], *others, name])
 
 
-def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(tree):
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
+    """Yield each imported name, and the whole name that it stands for."""
+    for node in nodes:
         match node:
             case ast.Import(names):
                 yield from ((each.asname, each.name) for each in names if each.asname)
