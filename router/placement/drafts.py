@@ -133,7 +133,8 @@ class Prospects:
         count = asked.num_speculative_tokens
         self._count = target.fixed_tokens if count is None else count
         """Draft tokens in each step; None: as many as pay."""
-        self.wants_none = not asked.enabled or self._method is None or self._count == 0
+        is_off = not asked.enabled or asked.place == "none"
+        self.wants_none = is_off or self._method is None or self._count == 0
         self.may_stop = asked.method is None and self._count is None
         self._drafters = {each.worker_id: each for each in drafters if each.method == self._method}
         is_deployed = self._method == target.method
