@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from deploy.preflight import cuda_fault
+from deploy.preflight import may_use_gpu
 from deploy.processes import end_descendants, kill_descendants
 from deploy.ray_cluster import HeadWatch, RayCluster
 from deploy.resources import choose_threads
@@ -129,8 +129,7 @@ def run(
     if cluster.is_local and config.forks_workers:
         # The model is loaded while the router reads the tokenizer and Ray starts. With "auto" the template
         # would wait until Ray has counted the GPUs.
-        device = "cpu" if config.device == "auto" and cuda_fault() else config.device
-        template.preload(replace(config, device=device))
+        template.preload(config if may_use_gpu(config) else replace(config, device="cpu"))
     server = _routers(config, keys, link_host)
     warn_of_exposure(config)
     ready = threading.Event()

@@ -94,7 +94,7 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def check_start(config: ServeConfig) -> GenerationDefaults:
     """Return the requests' defaults. Raises `ConfigError`, with flag and limit, if the start must fail."""
     _check_open_files()
-    if config.ray_address is None and not _may_use_gpu(config):
+    if config.ray_address is None and not may_use_gpu(config):
         check_number(config, host_cores())
     check_source(config.model, "--model", config.revision)
     if config.tokenizer is not None:
@@ -203,7 +203,8 @@ def _check_backend(config: ServeConfig) -> None:
         raise ConfigError(f"--attention-backend: {config.attention_backend} is for GPUs, but {fault}")
 
 
-def _may_use_gpu(config: ServeConfig) -> bool:
+def may_use_gpu(config: ServeConfig) -> bool:
+    """Return whether workers on this host may run on a GPU, as far as can be known without torch."""
     return config.device != "cpu" and not cuda_fault()
 
 
@@ -293,7 +294,7 @@ def _check_pool(config: ServeConfig, model: Mapping[str, Any], max_model_len: in
     if model.get("model_type") not in _PLAIN or not all(isinstance(model.get(name), int) for name in names):
         return
     has_windows = model.get("use_sliding_window", True) and model.get("sliding_window")
-    if has_windows or _may_use_gpu(config) or config.ray_address is not None:
+    if has_windows or may_use_gpu(config) or config.ray_address is not None:
         return
     layers, heads, hidden = (model[name] for name in names)
     head_dim = model.get("head_dim") or hidden // heads
