@@ -110,14 +110,15 @@ def load_config(
 def _read_file(path: Path) -> Mapping[str, Any]:
     import yaml
 
+    place = str(path.expanduser())
     try:
-        content = yaml.safe_load(read_trusted(str(path.expanduser()), "--config").decode())
+        content = yaml.safe_load(read_trusted(place, "--config").decode())
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config: cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config: {path} must hold a mapping of option names to values")
     if any(str(key).replace("-", "_") in _SECRET_FIELDS for key in content):
-        read_private(str(path.expanduser()), "--config")
+        read_private(place, "--config")
     return content
 
 
