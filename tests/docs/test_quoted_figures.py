@@ -1,4 +1,6 @@
-"""Figures quoted in LLM_SERVING.md equal the results that their paragraph links to."""
+"""Figures quoted in LLM_SERVING.md equal the results that their paragraph links to, and ratios in README.md
+the results of `tandem bench compare`.
+"""
 
 from __future__ import annotations
 
@@ -233,3 +235,64 @@ def test_a_quoted_figure_equals_the_results(quote: Quote) -> None:
     assert places, f"not in {DOCUMENT.name}: {text}"
     for file in quote.files:
         assert f"](bench/results/{Path(file).parent})" in places[0], "its paragraph does not name the results"
+
+
+class Comparison(NamedTuple):
+    """The tokens per second of one system over those of another, at 1, 4 and 16 requests at once.
+
+    Both were measured in turns, unless each has a run of its own.
+    """
+
+    run: str
+    system: str
+    over: str
+    over_run: str = ""
+
+    def ratios(self) -> list[float]:
+        ours = medians(self.run, self.system)
+        if ours[0]["throughput_ratio"] is not None and not self.over_run:
+            return [each["throughput_ratio"] for each in ours]
+        theirs = medians(self.over_run or self.run, self.over)
+        return [a[SPEED] / b[SPEED] for a, b in zip(ours, theirs, strict=True)]
+
+
+def medians(run: str, system: str) -> list[dict[str, Any]]:
+    document = json.loads((ROOT / f"bench/results/{run}.json").read_bytes())
+    found = sorted(document["medians"], key=lambda each: each["concurrency"])
+    return [each for each in found if each["system"] == system]
+
+
+SPEED = "output_throughput"
+ONE, SPLIT = "compare-llama-29m/colocated", "compare-llama-29m/disaggregated"
+XEON, SMOL, GGUF = "compare-llama-29m-amx/results", "compare-smollm2", "compare-smollm2-gguf"
+COMPARISONS = {
+    "| Tandem, colocated | vLLM, one server | {:.2f} / {:.2f} / {:.2f} | {:.2f} / {:.2f} / {:.2f} |": [
+        Comparison(ONE, "tandem-colocated", "vllm-tamed"),
+        Comparison(XEON, "tandem-colocated", "vllm-tamed"),
+    ],
+    "(the default) | vLLM, one server | {:.2f} / {:.2f} / {:.2f} | {:.2f} / {:.2f} / {:.2f} |": [
+        Comparison(SPLIT, "tandem", "vllm-tamed", ONE),
+        Comparison(XEON, "tandem", "vllm-tamed"),
+    ],
+    "| the same | vLLM split in two over NIXL | {:.2f} / {:.2f} / {:.2f} |": [
+        Comparison(SPLIT, "tandem", "vllm-disaggregated-tamed")
+    ],
+    "In bf16 it has {:.1f} / {:.1f} / {:.1f} times vLLM's tokens per second on the Xeon": [
+        Comparison(f"{SMOL}-amx/results", "tandem-colocated", "vllm-tamed")
+    ],
+    "and {:.1f} / {:.1f} / {:.1f} times on an EPYC with AVX2 alone": [
+        Comparison(f"{SMOL}/results", "tandem-colocated", "vllm-tamed")
+    ],
+    "Its Q4_1 GGUF file has {:.1f} / {:.1f} / {:.1f} times those of llama.cpp's server on the Xeon": [
+        Comparison(f"{GGUF}-amx/results", "tandem-colocated", "llama.cpp")
+    ],
+    "{:.1f} / {:.1f} / {:.1f} times on that EPYC": [
+        Comparison(f"{GGUF}/results", "tandem-colocated", "llama.cpp")
+    ],
+}
+
+
+@pytest.mark.parametrize("text", COMPARISONS)
+def test_the_readmes_ratios_equal_the_results(text: str) -> None:
+    ratios = [ratio for comparison in COMPARISONS[text] for ratio in comparison.ratios()]
+    assert text.format(*ratios) in " ".join((ROOT / "README.md").read_text().split())
