@@ -23,7 +23,7 @@ IDLE_S = 150.0
 """A process that should work but uses no CPU for this long is stuck. Compilers get two minutes."""
 
 OTHER_FILES = 64
-"""The open files of a client that are no connections to the server, at most."""
+"""Most files that a client has open in addition to its connections to the server."""
 
 _LONGEST_LOOK_S = 2.0
 """The most time counted between two calls of `look`: the watching process may have been stopped, too."""

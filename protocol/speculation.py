@@ -125,7 +125,9 @@ class RequestSpeculation(msgspec.Struct, frozen=True, kw_only=True, omit_default
     method: Method | None = None
     num_speculative_tokens: NumTokens | None = None
     place: Literal["none", "local", "remote"] | None = None
-    """No drafts, drafts on the decode worker, or on a draft worker, if possible."""
+    """The place of drafting: nowhere, the decode worker, or a draft worker if there is one. None: the router
+    chooses.
+    """
 
 
 class MethodState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

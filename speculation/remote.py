@@ -40,7 +40,7 @@ class RemoteRequest:
 
     @property
     def num_wanted(self) -> int:
-        """The number of useful tokens: of this step's draft, the target's own, and of the next draft."""
+        """The most tokens that can be used: this step's draft, the target's own token, and the next draft."""
         return 2 * self.granted + 1 if self.granted else 0
 
     def take(self, start: int, token_ids: list[int]) -> Use:

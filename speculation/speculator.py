@@ -265,7 +265,8 @@ class BatchSpeculator(Speculator):
         if not self._has_speculating_requests:
             return
         self._learn(step)
-        hands_over = any(sequence.prefill_only for sequence in step.sequences)  # with the drafter's state
+        # A sequence that is handed over takes the drafter's state with it, so the drafter must read the step.
+        hands_over = any(sequence.prefill_only for sequence in step.sequences)
         if not self._rooms and step.only_decodes and not hands_over:
             if hidden is None:
                 return  # no drafter could learn from it

@@ -195,7 +195,7 @@ def preload_models(config: ServeConfig) -> bool:
         return False
     keep_preloaded(models)
     if config.tokenizer is None:  # a tokenizer from elsewhere may be on a hub that does not answer
-        with suppress(InvalidRequestError):  # which a worker tells to the requests that need it
+        with suppress(InvalidRequestError):  # a worker raises it again for each request that needs a grammar
             load_vocabulary(config, target.vocab_size, target.eos_token_ids)
     return True
 

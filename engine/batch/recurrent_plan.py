@@ -78,7 +78,7 @@ class Room(NamedTuple):
         """
         places, grid = layout.window + rows_each, layout.grid
         tiles = ceil_div(places, grid)
-        if trees:  # each row has a tile, after the tiles of its path
+        if trees:  # each row needs a tile of its own and one per grid point on its path
             tiles += rows_each * (1 + places // grid)
         return cls(sequences, sequences * rows_each, sequences * tiles, sequences if drafts else 0)
 

@@ -305,10 +305,9 @@ class Vocabulary(NamedTuple):
 
 
 def load_vocabulary(config: ServeConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """Load the vocabulary of the model, or of its draft. Raise `InvalidRequestError` for the request that
-    needs it.
+    """Load the vocabulary of the model, or of its draft. Raises `InvalidRequestError`, for grammars.
 
-    It is loaded once in a process, which shares it with the processes that are forked from it.
+    A process loads it once; processes that are forked from it share it.
     """
     if not eos_token_ids:
         raise InvalidRequestError("grammar", "the model has no end-of-sequence token")

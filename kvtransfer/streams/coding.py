@@ -22,7 +22,7 @@ MEASURED_BYTES = 1024 * 1024
 LEAST_BYTES = 64 * 1024
 """Least bytes of a piece that is coded."""
 _KEPT = 3
-"""Number of measurements of coded and of plain pieces whose median counts. Fewer are not used."""
+"""Number of measurements kept, of coded and of plain pieces each. Medians of fewer are not compared."""
 _PERIOD = 128
 """Number of pieces after which the choice that is not in use (coded or plain) is measured again."""
 

@@ -233,10 +233,11 @@ class _Flow(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """Items that wait for one worker, with deficit round robin among keys. `sent(key)`: the key's cost there.
+    """Items that wait for one worker, with deficit round robin among keys.
 
-    When a key begins to wait, its cost at the worker beyond the least of all waiting keys is its debt. So a
-    key that filled the worker while no other key waited does not keep the worker.
+    `sent(key)` returns the cost of the key's items that the worker has. When a key begins to wait, it starts
+    with a debt: this cost, less that of the waiting key with the least. So a key that filled the worker while
+    no other key waited must let others catch up.
     """
 
     def __init__(self, sent: Callable[[str], float]) -> None:
@@ -274,7 +275,7 @@ class FairQueue(Generic[Item]):
         """Return the item whose turn it is. It keeps its turn until `pop` or `remove`."""
         flows = self._turns[min(self._turns)]
         turns = math.ceil(min(flow.missing for flow in flows.values()) / QUANTUM)
-        for flow in flows.values():  # the turns in which no key could go
+        for flow in flows.values():  # skip the rounds in which no key has saved enough
             flow.deficit += max(turns - 1, 0) * QUANTUM
         while True:
             key, flow = next(iter(flows.items()))

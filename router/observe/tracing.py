@@ -27,7 +27,7 @@ from router.requests.journal import Generation
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_SPANS = 8192
-"""Most spans that wait to be sent, of some thousand requests. Further spans are lost."""
+"""Most spans that wait to be sent: those of some thousand requests. Further spans are lost."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
 

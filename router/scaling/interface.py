@@ -124,7 +124,9 @@ class ChangeTurns:
 
     def __init__(self, router_id: str) -> None:
         self.changes = ClusterChanges()
-        """Changes of a single router; with several routers `begin` and `end` are replaced."""
+        """The changes of a single router. With several routers `begin` and `end` are replaced by functions
+        that ask the process with the changes of all.
+        """
         self.begin: Callable[[Change], Awaitable[str]] = self._begin
         self.end: Callable[[Change], None] = lambda change: self.changes.end(change, router_id)
         self._router_id = router_id

@@ -32,7 +32,9 @@ READ_SHARE = 0.15
 value of the bundled heads.
 """
 FIRST_PROMPT, FIRST_OUTPUT = 256.0, 128.0
-"""[tokens] The mean prompt and answer until a request ends. Reading a text must pay within the answer."""
+"""[tokens] The mean lengths of prompts and answers that are assumed until a request ends. The cost of reading
+a prompt for drafting is spread over the answer.
+"""
 LENGTH_PACE = 0.05
 """[share] The weight of a request that ends in both means."""
 
