@@ -23,8 +23,8 @@ from engine.parallel.messages import (
     READY,
     AdapterKept,
     BuildRunners,
-    Call,
     KeepAdapter,
+    RankCall,
     RunStep,
     receive,
 )
@@ -64,7 +64,7 @@ def _obey(loaded: LoadedModel, pool: KVPool, runner: ShareRunner, ranks: Ranks, 
                 runner.run(Step(batch, logit_rows, wants_hidden))
             case KeepAdapter():
                 messages.send(link, messages.encode(_keep(loaded, message)))
-            case Call(name, arguments):
+            case RankCall(name, arguments):
                 functions[name](*arguments)
 
 

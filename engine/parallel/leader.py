@@ -29,8 +29,8 @@ from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks, Shared
 from engine.parallel.messages import (
     READY,
     BuildRunners,
-    Call,
     KeepAdapter,
+    RankCall,
     RunStep,
     encode,
     receive,
@@ -178,7 +178,7 @@ class Leader:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Have all other ranks call one of their functions (`follower.py`). Raises LostRankError."""
-        self.broadcast(encode(Call(name, [*arguments])))
+        self.broadcast(encode(RankCall(name, [*arguments])))
 
     def keep(self, slot: int, path: str, raw: RawAdapter) -> None:
         """Load an adapter on all other ranks or none, like `OtherTables.keep`. Also raises LostRankError."""

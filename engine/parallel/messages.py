@@ -50,14 +50,14 @@ class KeepAdapter(msgspec.Struct, frozen=True, array_like=True, tag=1):
     raw: RawAdapter
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class RankCall(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """An order to call one of the functions that `follower.py` has by name."""
 
     name: str
     arguments: list[Any] = []
 
 
-ToOthers = RunStep | KeepAdapter | Call
+ToOthers = RunStep | KeepAdapter | RankCall
 
 
 class LentPool(msgspec.Struct, frozen=True):

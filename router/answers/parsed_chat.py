@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from router.answers.formats import AnswerFormat, ChatFormat, OutputOptions
-from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
+from router.parsing.answer import Arguments, CallStart, Content, Part, Reasoning
 from router.parsing.formats import TOOL_FORMATS, AnswerParser, Parsing
 from router.requests.slices import json_pieces
 from router.text.choice import Choice, ChoiceDelta
@@ -34,7 +34,7 @@ class _Found:
         if isinstance(part, Content | Reasoning):
             name = "content" if isinstance(part, Content) else "reasoning_content"
             self._texts.setdefault(name, []).append(part.text)
-        elif isinstance(part, Call):
+        elif isinstance(part, CallStart):
             call = {"index": part.number, "id": part.id, "type": "function"}
             self._calls.append(({**call, "function": {"name": part.name}}, []))
         else:
@@ -156,13 +156,13 @@ class AnswerParts:
         if isinstance(part, Content | Reasoning):
             yield part
             return
-        self.num_calls += isinstance(part, Call)
+        self.num_calls += isinstance(part, CallStart)
         if self._parsing.one_call and self.num_calls > 1:
             return
         number = self.num_calls - 1
-        if isinstance(part, Call):
+        if isinstance(part, CallStart):
             self._arguments.clear()
-            yield Call(part.name, self._id(part.id), number)
+            yield CallStart(part.name, self._id(part.id), number)
         else:
             self._arguments.append(part.text)
             yield Arguments(part.text, number)

@@ -9,7 +9,7 @@ import msgspec
 from router.answers.formats import Fields, OutputOptions, StreamedAnswer
 from router.answers.parsed_chat import AnswerParts
 from router.errors import ApiError, anthropic_body
-from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
+from router.parsing.answer import Arguments, CallStart, Content, Part, Reasoning
 from router.requests.slices import json_pieces
 from router.text.chat_template import parsed_arguments
 from router.text.choice import Choice
@@ -106,7 +106,7 @@ class ContentBlocks:
                 yield from self._text({"type": "text", "text": ""}, text)
             case Reasoning(text):
                 yield from self._text({"type": "thinking", "thinking": "", "signature": ""}, text)
-            case Call(name, call_id):
+            case CallStart(name, call_id):
                 yield from self.close()
                 yield self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
             case Arguments(text):

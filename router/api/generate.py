@@ -59,7 +59,7 @@ _EMBEDDINGS = "`data` of `embedding`, `usage`"
 _RANKING = "`results` of `index`, `relevance_score` and `document`, best first, `usage`"
 
 
-Answer = Callable[[Prepared, str, Tokenizer, str, str, OutputOptions], AnswerWriter]
+MakeWriter = Callable[[Prepared, str, Tokenizer, str, str, OutputOptions], AnswerWriter]
 """A factory of an answer's writer, for the API key of this name."""
 
 
@@ -69,7 +69,7 @@ class GenerateEndpoint:
 
     state: RouterState
     task: str
-    answer: Answer
+    answer: MakeWriter
     own_field: Callable[[str], str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -162,7 +162,7 @@ def add_routes(app: FastAPI, state: RouterState, key: Sequence[params.Depends]) 
         body: type[msgspec.Struct],
         described: str,
         task: str,
-        answer: Answer,
+        answer: MakeWriter,
         *paths: str,
         own_field: Callable[[str], str] = str,
     ) -> None:
@@ -190,11 +190,11 @@ def add_routes(app: FastAPI, state: RouterState, key: Sequence[params.Depends]) 
     add(RerankBody, _RANKING, "ranking", _pooled(RankingAnswer), "/v1/rerank", "/v2/rerank", "/rerank")
 
 
-def _writer_of(write: Callable[[Tokenizer, str, str, OutputOptions], AnswerWriter]) -> Answer:
+def _writer_of(write: Callable[[Tokenizer, str, str, OutputOptions], AnswerWriter]) -> MakeWriter:
     return lambda prepared, owner, *output: write(*output)
 
 
-def _pooled(write: Callable[[Prepared, str, str], AnswerWriter]) -> Answer:
+def _pooled(write: Callable[[Prepared, str, str], AnswerWriter]) -> MakeWriter:
     return lambda prepared, owner, tokenizer, model, request_id, options: write(prepared, model, request_id)
 
 

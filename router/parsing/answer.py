@@ -30,7 +30,7 @@ class Reasoning(msgspec.Struct, frozen=True):
     text: str
 
 
-class Call(msgspec.Struct, frozen=True):
+class CallStart(msgspec.Struct, frozen=True):
     """The beginning of a call; its arguments follow."""
 
     name: str
@@ -47,7 +47,7 @@ class Arguments(msgspec.Struct, frozen=True):
     number: int = 0
 
 
-Part: TypeAlias = Content | Reasoning | Call | Arguments
+Part: TypeAlias = Content | Reasoning | CallStart | Arguments
 
 
 class _Trimmed:
@@ -221,7 +221,7 @@ class AnswerText:
     def call(self, name: str, call_id: str = "") -> None:
         self.commit()
         self._has_called = True
-        self.parts.append(Call(name, call_id))
+        self.parts.append(CallStart(name, call_id))
 
     def arguments(self, text: str) -> None:
         if text:

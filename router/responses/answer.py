@@ -14,7 +14,7 @@ import msgspec
 from router.answers.formats import Fields, OutputOptions, StreamedAnswer, usage
 from router.answers.parsed_chat import AnswerParts
 from router.errors import ApiError
-from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
+from router.parsing.answer import Arguments, CallStart, Content, Part, Reasoning
 from router.requests.slices import json_pieces
 from router.text.choice import Choice
 from router.text.tokenizer import Tokenizer
@@ -159,7 +159,7 @@ class OutputItems:
                 yield from self._text("message", text)
             case Reasoning(text):
                 yield from self._text("reasoning", text)
-            case Call(name, call_id):
+            case CallStart(name, call_id):
                 yield from self.close("completed")
                 yield self._open_item("function_call", {"call_id": call_id, "name": name, "arguments": ""})
             case Arguments(text):

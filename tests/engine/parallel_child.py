@@ -23,7 +23,7 @@ from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.follower import follow
 from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
 from engine.parallel.leader import Join, Leader, _follow, join_by
-from engine.parallel.messages import AdapterKept, Call, KeepAdapter, receive
+from engine.parallel.messages import AdapterKept, KeepAdapter, RankCall, receive
 from kvtransfer.blocks.memory import PoolMemory
 from protocol.config import ServeConfig
 from protocol.requests import EngineRequest
@@ -124,7 +124,7 @@ def refuse_an_adapter(pipe: Connection) -> None:
         error = "rank 2 cannot read it" if ranks.rank == 2 else ""
         messages.send(link, messages.encode(AdapterKept(error)))
         message = receive(link, messages.to_others)
-        assert message == Call("drop_adapter", [7])
+        assert message == RankCall("drop_adapter", [7])
         dropped.put(ranks.rank)
 
     leader, refusal = Leader(3, be_rank), ""

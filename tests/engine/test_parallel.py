@@ -38,7 +38,7 @@ from engine.parallel import follower, group, messages
 from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.division import model_share
 from engine.parallel.group import LostRankError, Ranks, SharedRanks
-from engine.parallel.messages import BuildRunners, Call, RunStep, encode
+from engine.parallel.messages import BuildRunners, RankCall, RunStep, encode
 from engine.parallel.pools import LeadingMemory, LeadingPool, held_pool, rank_layout
 from engine.parallel.program_share import program_share
 from engine.parallel.runner import ShareRunner, share_of
@@ -198,7 +198,7 @@ def test_other_ranks_change_their_pools_alike() -> None:
     layout = PoolLayout((Group.uniform(TARGET, Segment(2, 4, 8, torch.float32)),), 4)
     ours, theirs = socket.socketpair()
     lead = LeadingPool(
-        layout, 4, CPU, 2, lambda *call: messages.send(ours, encode(Call(call[0], [*call[1:]])))
+        layout, 4, CPU, 2, lambda *call: messages.send(ours, encode(RankCall(call[0], [*call[1:]])))
     )
     other, whole = KVPool(rank_layout(layout, 2, 1), 4, CPU, None), KVPool(layout, 4, CPU, None)
     held = [held_pool(pool.memory, layout, 2, rank) for rank, pool in enumerate((lead, other))]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.parsing import formats, json_formats, literals, tagged
-from router.parsing.answer import Arguments, Call, Content, Part, Reasoning
+from router.parsing.answer import Arguments, CallStart, Content, Part, Reasoning
 from router.parsing.formats import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -52,7 +52,7 @@ def parsed(
     parts += parser.finish(is_cut=is_cut)
     calls: list[tuple[str, str]] = []
     for part in parts:
-        if isinstance(part, Call):
+        if isinstance(part, CallStart):
             calls.append((part.name, ""))
         elif isinstance(part, Arguments):
             calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
@@ -425,7 +425,7 @@ def test_arguments_are_sent_as_they_come():
     parser = AnswerParser(of("hermes"))
     assert parser.push('<tool_call>{"name": "add", "arguments": ') == []
     assert parser.push('{"a"') == [
-        Call("add"),
+        CallStart("add"),
         Arguments("{"),
         Arguments('"'),
         Arguments("a"),
