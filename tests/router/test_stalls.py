@@ -9,7 +9,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,16 @@ class StallServer:
         # the preprocessor has started
         assert self.http.post("/tokenize", json={"prompt": "x" * 20_000}).status_code == 200
 
-    def stall_s(self, path: str, body: bytes) -> float:
-        """Return the longest stall while the request was answered: the minimum of some trials."""
+    def stall_s(self, path: str, body: bytes | None) -> float:
+        """Return the longest stall while the request was answered: the minimum of some trials.
+
+        Without a body the request is a GET.
+        """
+        method = "GET" if body is None else "POST"
         longest = float("inf")
         for _ in range(8):
             self._view[:8] = bytes(8)
-            answer = self.http.post(path.replace("{worker_id}", "none"), content=body)
+            answer = self.http.request(method, path.replace("{worker_id}", "none"), content=body)
             assert answer.status_code < 500, answer.text
             time.sleep(0.01)  # let the loop's turn that wrote the answer end
             (seconds,) = struct.unpack("d", self._view[:8])
@@ -126,31 +131,91 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StallServer]:
     started.close()
 
 
-def filled(schema: dict[str, Any], kinds: dict[str, Any], size: int) -> bytes | None:
-    """Return JSON of about this size that is valid for such a field, or None if the field has no size."""
-    if "$ref" in schema:
-        return filled(kinds[schema["$ref"].rpartition("/")[2]], kinds, size)
-    if "anyOf" in schema:
-        values = [filled(each, kinds, size) for each in schema["anyOf"]]
-        return max((value for value in values if value is not None), key=len, default=None)
-    match schema.get("type"):
-        case "string" | None:
-            return b'"%b"' % (b"x\\n" * (size // 3))
-        case "array":
-            item = filled(schema.get("items", {"type": "integer"}), kinds, 1) or b"1"
-            return b"[%b]" % b",".join([item] * (size // (len(item) + 1)))
-        case "object":
-            # members of a struct occur repeatedly, others with many names
-            value = b'{"a":1}'
-            return b"{%b}" % b",".join([b'"%d":%b' % (at, value) for at in range(size // 16)])
-    return None
+TYPES = {
+    "ResponseFormat": "json_schema",
+    "Tool": "function",
+    "NamedTool": "function",
+    "ToolName": "function",
+    "ResponseTool": "function",
+    "ToolCall": "function",
+    "ItemPart": "input_text",
+    "ContentBlock": "tool_result",
+    "Item": "message",
+    "TextFormat": "json_schema",
+    "OutputFormat": "json_schema",
+    "MessageToolChoice": "tool",
+    "PredictedContent": "content",
+    "Thinking": "enabled",
+}
+"""The `type` of an object whose fields are filled; `text` otherwise."""
+
+
+def json_object(members: Mapping[str, bytes]) -> bytes:
+    """Return the object whose values are JSON already."""
+    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in members.items())
+
+
+class Filler:
+    """Makes JSON values of about `size` bytes that are valid for a schema. `kinds`: the named schemas."""
+
+    def __init__(self, kinds: dict[str, Any], size: int) -> None:
+        self._kinds = kinds
+        self._size = size
+
+    def fill(self, schema: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+        """Yield a large value for each part of the field that can be large, with the part's place."""
+        for each in schema.get("anyOf", [schema]):
+            yield from self._struct(each) if "$ref" in each else self._plain(each)
+
+    def _struct(self, reference: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+        name = reference["$ref"].rpartition("/")[2]
+        kind = self._kinds[name]
+        needed = {each: self._least(kind["properties"][each]) for each in kind.get("required", ())}
+        if "type" in kind["properties"]:
+            needed["type"] = msgspec.json.encode(TYPES.get(name, "text"))
+        if "role" in kind["properties"]:
+            needed["role"] = b'"user"'
+        for field, schema in kind["properties"].items():
+            for place, value in self.fill(schema):
+                yield f".{field}{place}", json_object({**needed, field: value})
+        yield ".unknown", self._members()
+
+    def _plain(self, schema: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+        match schema.get("type"):
+            case "string":
+                yield "", b'"%b"' % (b"x\\n" * (self._size // 3))
+            case "array":
+                items = schema.get("items", {"type": "integer"})
+                least = self._least(items)
+                yield "", b"[%b]" % b",".join([least] * (self._size // (len(least) + 1)))
+                yield from ((f"[0]{place}", b"[%b]" % value) for place, value in self.fill(items))
+            case "object":
+                yield "", self._members()
+                depth = self._size // 6
+                yield " (deep)", b'{"a":' * depth + b"1" + b"}" * depth
+            case None:
+                yield "", b'"%b"' % (b"x\\n" * (self._size // 3))
+                yield " (deep)", b"[" * (self._size // 2) + b"]" * (self._size // 2)
+
+    def _members(self) -> bytes:
+        # members of a struct occur repeatedly, others with many names
+        return b"{%b}" % b",".join([b'"%d":{"a":1}' % at for at in range(self._size // 16)])
+
+    def _least(self, schema: dict[str, Any]) -> bytes:
+        if "$ref" in schema:
+            kind = self._kinds[schema["$ref"].rpartition("/")[2]]
+            required = kind.get("required", ())
+            return json_object({name: self._least(kind["properties"][name]) for name in required})
+        return {"string": b'"x"', "array": b"[1]", "object": b"{}", "boolean": b"true"}.get(
+            schema.get("anyOf", [schema])[0].get("type"), b"1"
+        )
 
 
 @pytest.mark.timeout(600)
 def test_each_field_of_each_endpoint_at_its_limit(server: StallServer) -> None:
     document = server.http.get("/openapi.json").json()
     kinds = document["components"]["schemas"]
-    stalls = {}
+    stalls: dict[tuple[str, str, int], float] = {}
     for path, methods in document["paths"].items():
         if "post" not in methods:
             continue
@@ -158,16 +223,13 @@ def test_each_field_of_each_endpoint_at_its_limit(server: StallServer) -> None:
         fields = kinds[schema["$ref"].rpartition("/")[2]].get("properties", {})
         for name, field in [*fields.items(), ("unknown field", {"type": "array"})]:
             for size in (FAST_INLINE_BYTES - 1024, MAX_BODY_BYTES - 1024):
-                value = filled(field, kinds, size)
-                if value is None:
-                    continue
-                others = {other: each for other, each in NEEDED[path].items() if other != name}
-                body = b"{%b}" % b",".join(
-                    [b'"%b":%b' % (name.encode(), value), msgspec.json.encode(others)[1:-1]]
-                ).rstrip(b",")
-                stalls[path, name, size] = server.stall_s(path, body)
+                for place, value in Filler(kinds, size).fill(field):
+                    needed = {other: msgspec.json.encode(each) for other, each in NEEDED[path].items()}
+                    stall_s = server.stall_s(path, json_object({**needed, name: value}))
+                    case = path, name + place, size
+                    stalls[case] = max(stalls.get(case, 0.0), stall_s)
     assert len({path for path, _, _ in stalls}) == len(NEEDED)
-    assert len(stalls) > 100
+    assert len(stalls) > 800
     assert {case: seconds for case, seconds in stalls.items() if seconds > MAX_STALL_S} == {}
 
 
@@ -284,6 +346,24 @@ def test_log_probabilities_of_prompts_have_a_limit(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, field)
     assert "at most 4194304 log-probabilities of prompts in a request, got 4200000" in error["message"]
+
+
+VIEWS = ["/requests?limit=1000", "/decisions?limit=1000", "/workers", "/cluster", "/metrics", "/v1/models"]
+
+
+def test_views_of_many_requests(server: StallServer) -> None:
+    body = {**NEEDED[COMPLETION], "n": 128}
+    server.worker.hold.set()
+    try:
+        with ThreadPoolExecutor(12) as threads:
+            answers = [threads.submit(server.http.post, COMPLETION, json=body) for _ in range(12)]
+            eventually(lambda: len(server.http.get("/requests?limit=1000").json()["requests"]) == 1000)
+            stalls = {path: server.stall_s(path, None) for path in VIEWS}
+            server.worker.hold.clear()
+            assert {answer.result().status_code for answer in answers} == {200}
+    finally:
+        server.worker.hold.clear()
+    assert {path: seconds for path, seconds in stalls.items() if seconds > MAX_STALL_S} == {}
 
 
 def test_the_largest_bodies(tmp_path: Path) -> None:
