@@ -1,4 +1,7 @@
-"""Each example runs against one server, which uses the example's placement policy and drafter."""
+"""Each example runs against one server, which uses the example's placement policy and drafter.
+
+The endpoint picker runs in `tests/e2e/test_endpoint_picker.py`.
+"""
 
 from __future__ import annotations
 
