@@ -61,18 +61,22 @@ VALUES: Mapping[str, Mapping[str, str | None]] = {
     },
     "dtype": {"float": "float32", "half": "float16"},
     "kv-cache-dtype": {
-        "fp8_e4m3": "fp8",
-        "fp8_per_token_head": "fp8",
+        "bfloat16": "auto",
+        "float16": "auto",
+        **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_per_token_head"), "fp8"),
         "int8_per_token_head": "int8",
     },
     "load-format": dict.fromkeys(
-        ("fastsafetensors", "gguf", "hf", "npcache", "pt", "runai_streamer", "safetensors"), "auto"
+        ("fastsafetensors", "gguf", "hf", "instanttensor", "npcache", "pt", "runai_streamer", "safetensors"),
+        "auto",
     ),
     "max-model-len": dict.fromkeys(("-1", "auto"), None),
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq", "gguf": None, "None": None},
-    "reasoning-parser": dict.fromkeys(
-        ("deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), "auto"
-    ),
+    "reasoning-parser": {
+        **dict.fromkeys(("deepseek_v3", "deepseek_v4", "ernie45", "glm45", "kimi_k2", "minimax_m2"), "auto"),
+        **dict.fromkeys(("nemotron_v3", "olmo3", "seed_oss", "step3", "step3p5"), "auto"),
+        "minimax_m2_append_think": "none",
+    },
     "speculative-config.method": {"ngram_gpu": "ngram"},
     "tool-call-parser": {"llama4_json": "llama3_json"},
 }
@@ -97,7 +101,8 @@ NEEDLESS: Mapping[str, str] = {
         dbo-decode-token-threshold= dbo-prefill-token-threshold= enable-dbo enable-ep-weight-filter
         enable-eplb enable-expert-parallel eplb-config= expert-placement-strategy=""",
     "the scheduler does this by itself": """
-        async-scheduling disable-async-output-proc disable-hybrid-kv-cache-manager multi-step-stream-outputs
+        async-scheduling disable-async-output-proc disable-hybrid-kv-cache-manager
+        max-num-scheduled-tokens= multi-step-stream-outputs
         num-lookahead-slots= num-scheduler-steps= prefill-schedule-interval= scheduler-delay-factor=
         scheduler-reserve-full-isl stream-interval= use-v2-block-manager watermark=""",
     "a request's priority always counts; equal ones take turns by API key": "scheduling-policy=",
@@ -137,6 +142,7 @@ NEEDLESS: Mapping[str, str] = {
         speculative-config.parallel_drafting= speculative-config.disable_padded_drafter_batch=
         speculative-config.use_local_argmax_reduction= speculative-draft-tensor-parallel-size=
         speculative-disable-mqa-scorer""",
+    '"verification" says how drafts are sampled': "speculative-config.draft_sample_method=",
     'num_speculative_tokens "auto" drafts only where that pays': """
         speculative-config.disable_by_batch_size= speculative-disable-by-batch-size=""",
 }
