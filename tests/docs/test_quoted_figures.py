@@ -119,6 +119,23 @@ def drafted(field: str, *cases: tuple[int, str, str]) -> Callable[[Any], list[fl
     return values
 
 
+def busy_chats(document: Any) -> list[float]:
+    """Return a real model's speed-ups at 4 and 16 requests: chats greedy and sampled, then rewriting."""
+    cases = [each for each in document["figures"] if each["case"]["num_tokens"] == "auto"]
+    return [each["speedup"] for each in cases]
+
+
+def chats_accepted(document: Any) -> list[float]:
+    """Return the percentages of accepted drafts of 4 chats, sampled and greedy."""
+    shares = {
+        each["case"]["block"]["temperature"]: 100 * each["acceptance"]
+        for each in document["figures"]
+        if each["acceptance"] is not None
+        and (each["case"]["block"]["workload"], each["case"]["block"]["concurrency"]) == ("chat", 4)
+    }
+    return [shares[0.7], shares[0.0]]
+
+
 def effects(figure: str, *techniques: str) -> Callable[[Any], list[float]]:
     """Return a function that gives the main effects of `tandem bench five` on a figure, as ratios."""
 
@@ -149,7 +166,15 @@ QUANTIZE = ("quantize-rounded/results.json",)
 DRAFTS = ("quantize-drafts/results.json",)
 DELAY = ("transfer-delay/results.json",)
 AMX = ("speculate-amx/results.json",)
+REAL = ("speculate-smollm2-amx/results.json",)
 QUOTES = (
+    Quote(
+        "chats gain {:.2f} and {:.2f} times greedily and {:.2f} and {:.2f} at temperature 0.7, "
+        "`rewrite` gains {:.2f} and {:.2f}, and {:.2f} and {:.2f}",
+        REAL,
+        busy_chats,
+    ),
+    Quote("{:.0f} instead of {:.0f} % of the drafted tokens of chats", REAL, chats_accepted),
     Quote(
         "{:.2f}, {:.2f} and {:.2f} times those of vLLM with all its threads",
         ("compare-llama-29m/colocated.json",),
@@ -205,6 +230,11 @@ QUOTES = (
         lambda document: [*effects("goodput", *FACTORS)(document), *effects("TPOT", *FACTORS)(document)],
     ),
     Quote("All five bring {:.2f} times the goodput of none", FIVE, all_over_none),
+    Quote(
+        "{:.2f} of what it did with speculation, {:.2f} with prefix sharing and {:.2f} with quantization",
+        FIVE,
+        effects("cost", "speculation", "sharing", "quantization"),
+    ),
     Quote(
         "gains {:.2f} from prefix sharing and {:.2f} from quantization",
         CHATS,

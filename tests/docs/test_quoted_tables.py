@@ -172,6 +172,8 @@ def test_what_an_example_costs_equals_the_profile() -> None:
     assert (
         f"on that H100 {prompt * 1e3:.1f} ms and {costs.kv_bytes * PROMPT / 1e6:.0f} MB a request" in DOCUMENT
     )
+    per_token = f"{costs.kv_bytes:,.0f} bytes a token in bf16, so 1,024 tokens take"
+    assert f"{per_token} {costs.kv_bytes * PROMPT / 1e6:.0f} MB" in DOCUMENT
     for requests, *cells in table("What does a token cost?"):
         step = costs.step_s + (costs.row_s + costs.context_s * context) * int(requests)
         token = step / int(requests)
@@ -197,8 +199,10 @@ def test_what_paging_saves_equals_the_lesson() -> None:
     lesson = (ROOT / "labs/paged_scheduler.md").read_text()
     rows = {
         name: re.search(rf"^{name} +(.*)$", lesson, re.MULTILINE)[1].split()
-        for name in ("continuous", "paged")
+        for name in ("static", "continuous", "paged")
     }
+    steps = {name: int(cells[1]) for name, cells in rows.items()}
+    assert f"{steps['continuous']:,} steps instead of {steps['static']:,}" in DOCUMENT
     filled, running = ({name: cells[place] for name, cells in rows.items()} for place in (4, 2))
     shares = (filled[name].replace("%", " %") for name in ("paged", "continuous"))
     quoted = "{} of the memory is filled instead of {}, and {} requests run instead of {}"
