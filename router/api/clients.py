@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from protocol.errors import InvalidRequestError
 from protocol.requests import Adapter
 from router.anthropic.request import MessageBody
 from router.api.access import Admitted, Json, State, posted
+from router.api_keys import Admission
 from router.errors import ApiError
 from router.openai_types import DetokenizeBody, TokenizeBody
+from router.responses.input_items import MAX_PAGE, Order, page_of
+from router.responses.store import StoredResponse
 from router.state import RouterState
 
 router = APIRouter()
@@ -66,11 +69,35 @@ async def get_response(
 ) -> Response:
     if stream != "false":
         raise InvalidRequestError("stream", "is not supported for a response that is complete")
-    store, owner = state.responses, admission.key.entry.name
-    found = None if store is None else await asyncio.to_thread(store.get, response_id, owner)
-    if found is None:
-        raise _not_found(response_id)
+    found = await _stored(state, admission, response_id)
     return Response(found.body, media_type="application/json")
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    summary="The items that a stored response answered, with those of the responses that it continues.",
+    response_description="OpenAI's list of items",
+)
+async def list_input_items(
+    state: State,
+    admission: Admitted,
+    response_id: str,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+    order: Order = "desc",
+) -> Response:
+    found = await _stored(state, admission, response_id)
+    page = await asyncio.to_thread(page_of, found, after, limit, order)
+    return Response(page, media_type="application/json")
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    summary="Refused, as for all responses without `background`: to cancel one, close its connection.",
+)
+async def cancel_response(state: State, admission: Admitted, response_id: str) -> Response:
+    await _stored(state, admission, response_id)
+    raise ApiError(400, f"response {response_id!r} is complete: only background responses can be cancelled")
 
 
 @router.delete(
@@ -90,6 +117,15 @@ async def _convert(request: Request, state: RouterState, task: str) -> Response:
         answer = await state.requests.read(task, raw, state.require_served())
     assert isinstance(answer, bytes)
     return Response(answer, media_type="application/json")
+
+
+async def _stored(state: RouterState, admission: Admission, response_id: str) -> StoredResponse:
+    """Return the client's stored response. Raises `ApiError`."""
+    store, owner = state.responses, admission.key.entry.name
+    found = None if store is None else await asyncio.to_thread(store.get, response_id, owner)
+    if found is None:
+        raise _not_found(response_id)
+    return found
 
 
 def _not_found(response_id: str) -> ApiError:

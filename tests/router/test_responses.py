@@ -191,6 +191,47 @@ def test_stored_responses(client, hermes):
     )
 
 
+def test_input_items(client, hermes):
+    """All that a response answered, with what it continues, in either order, page by page."""
+    first = ask(client, hermes, SAYS, tools=TOOLS, instructions="Not kept.")
+    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "rain"}
+    now = {**result, "call_id": first.output[3].call_id, "output": [{"type": "text", "text": "noon"}]}
+    repeated = {"role": "user", "content": [{"type": "text", "text": "So?"}], "id": "mine"}
+    asked = [result, now, repeated, repeated]
+    second = ask(client, hermes, "Yes.", asked, tools=TOOLS, previous_response_id=first.id)
+    items = list(client.responses.input_items.list(second.id, order="asc"))
+    kinds = ["message", *KINDS, "function_call_output", "function_call_output", "message", "message"]
+    assert [item.type for item in items] == kinds and {item.status for item in items} == {"completed"}
+    assert (items[0].role, items[0].content[0].text) == ("user", QUESTION)
+    assert (items[1].content[0].text, items[2].content[0].text) == ("Hm.", "I look.")
+    assert (items[3].arguments, items[5].output) == (PARIS, "rain")
+    assert items[6].output[0].text == "noon" and items[7].content == items[8].content
+    assert len({item.id for item in items}) == len(items)
+    assert list(client.responses.input_items.list(second.id, limit=2)) == items[::-1]
+    (only,) = client.responses.input_items.list(first.id)
+    assert only.content == items[0].content
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"limit": 101}, "limit"),
+        ({"limit": 0}, "limit"),
+        ({"order": "up"}, "order"),
+        ({"after": "1"}, "after"),
+    ],
+)
+def test_pages_of_input_items_that_cannot_be(client, hermes, options, field):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.input_items.list(ask(client, hermes, "No.").id, **options)
+    assert refused.value.param == field
+
+
+def test_a_complete_response_cannot_be_cancelled(client, hermes):
+    with pytest.raises(openai.BadRequestError, match="only background responses can be cancelled"):
+        client.responses.cancel(ask(client, hermes, "No.").id)
+
+
 MESSAGE = {"role": "user", "content": "x"}
 CALL = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
 BAD = {
@@ -295,7 +336,12 @@ def test_a_key_never_sees_anothers_responses(make_scripted):
     with client_of(scripted, "a") as first, client_of(scripted, "b") as second:
         answer = ask(first, scripted, "No.")
         assert first.responses.retrieve(answer.id).id == answer.id
-        for look in (second.responses.retrieve, second.responses.delete):
+        for look in (
+            second.responses.retrieve,
+            second.responses.delete,
+            second.responses.cancel,
+            second.responses.input_items.list,
+        ):
             with pytest.raises(openai.NotFoundError):
                 look(answer.id)
         with pytest.raises(openai.BadRequestError):
