@@ -6,10 +6,13 @@ Metadata names come from ggml's docs/gguf.md and from llama.cpp's `convert_hf_to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -259,8 +262,15 @@ _LAYOUT = 2
 """Version of the folder's content; raise it when the content written for a file changes."""
 
 
+_LEFTOVER_S = 3600
+"""Age in seconds at which a folder without a configuration was left by a process that was killed."""
+
+
 def gguf_folder(path: Path) -> Path:
-    """Return the cached folder of a GGUF file; make it at the first call. Raises GgufError."""
+    """Return the cached folder of a GGUF file; make it at the first call. Raises GgufError.
+
+    Deletes the folders of files that are gone or have changed, so the cache grows no larger than its files.
+    """
     path = path.absolute()
     try:
         return _made_once(path, own_folder(cache_dir() / "gguf"))
@@ -276,8 +286,29 @@ def _made_once(path: Path, cache: Path) -> Path:
             with tempfile.TemporaryDirectory(dir=cache) as made:
                 _write(file, Path(made) / "folder")
                 _put(Path(made) / "folder", target)
+            _delete_outdated(cache)
     check_own(target)
     return target
+
+
+def _delete_outdated(cache: Path) -> None:
+    """Delete what a process no longer finds here. A failure costs only space."""
+    for folder in cache.iterdir():
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            if folder.is_dir() and _is_outdated(folder):
+                shutil.rmtree(folder)
+                (cache / f"{folder.name}.lock").unlink(missing_ok=True)
+
+
+def _is_outdated(folder: Path) -> bool:
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return time.time() - folder.stat().st_mtime > _LEFTOVER_S
+    try:
+        return _key(Path(content["quantization_config"]["file"])) != folder.name
+    except (FileNotFoundError, NotADirectoryError):
+        return True
 
 
 def _put(made: Path, target: Path) -> None:

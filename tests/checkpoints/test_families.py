@@ -119,6 +119,22 @@ def test_the_folder_is_made_once_for_a_file(tmp_path: Path) -> None:
     assert gguf_folder(path) != folder
 
 
+def test_folders_of_files_that_are_gone_or_have_changed_are_deleted(tmp_path: Path) -> None:
+    """As is what a killed process left, but not what another process may be making now."""
+    path = llama_file(tmp_path)
+    (gone := tmp_path / "gone.gguf").write_bytes(path.read_bytes())
+    cache, outdated = gguf_folder(path).parent, {gguf_folder(path), gguf_folder(gone)}
+    being_made, left = cache / "being-made", cache / "left"
+    being_made.mkdir()
+    left.mkdir()
+    gone.unlink()
+    for changed in (path, left):
+        os.utime(changed, (1, 1))
+    new = gguf_folder(path)
+    assert new not in outdated
+    assert set(cache.iterdir()) == {new, cache / f"{new.name}.lock", being_made}
+
+
 def test_the_folder_is_made_without_torch(tmp_path: Path) -> None:
     """A router starts without torch, which saves seconds."""
     code = (
