@@ -20,6 +20,7 @@ from bench.simulate import main as simulate
 from bench.soak import main as soak
 from bench.speculate.command import speculate
 from bench.transfer.command import transfer
+from deploy.commands import HomeCommand
 
 app = typer.Typer(help="Measure servers that speak the OpenAI API.", no_args_is_help=True)
 
@@ -45,4 +46,5 @@ FORWARDING = {"allow_extra_args": True, "ignore_unknown_options": True}
 """`kills` and `soak` pass further options on to `tandem serve`."""
 
 for name, command in COMMANDS.items():
-    app.command(name, context_settings=FORWARDING if name in ("kills", "soak") else None)(command)
+    settings = FORWARDING if name in ("kills", "soak") else None
+    app.command(name, cls=HomeCommand, context_settings=settings)(command)

@@ -154,7 +154,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="folder [default: one in bench/results/]")] = None,
 ) -> None:
     """Measure several systems under the same load, in turns, and compare them with the first."""
-    setting = SystemSettings(model.resolve(), env_dir.expanduser().resolve(), max_model_len, threads=threads)
+    setting = SystemSettings(model.resolve(), env_dir.resolve(), max_model_len, threads=threads)
     labels = labels_of(system, setting)
     concurrencies = counts("--concurrency", concurrency)
     loads = ComparedLoads(concurrencies, input_len, output_len, waves, vocab_size_of(model), seed)

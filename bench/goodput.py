@@ -175,7 +175,7 @@ def main(
     speeds = parsed("--speedups", speedups, float)
     if speeds != sorted(speeds) or speeds[0] <= 0:
         raise typer.BadParameter(f"--speedups: not ascending, or not above 0: {speedups}")
-    setting = SystemSettings(model.resolve(), env_dir.expanduser().resolve(), max_model_len=4096)
+    setting = SystemSettings(model.resolve(), env_dir.resolve(), max_model_len=4096)
     labels_of(system, setting)
     slo = {"slo_ttft": slo_ttft, "slo_tpot": slo_tpot}
     lines, vocab_size = read_trace(trace), vocab_size_of(model)

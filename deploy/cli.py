@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.commands import Command, Commands, clients, offline
+from deploy.commands import Command, Commands, HomeCommand, clients, offline
 from deploy.commands.serve import ConfigCommand, keys, profile, serve
 from protocol.errors import ConfigError
 
@@ -72,7 +72,7 @@ app.command(
     add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(offline.bench)
 app.command(cls=ConfigCommand, no_args_is_help=False)(profile)
-app.command()(offline.plan)
+app.command(cls=HomeCommand)(offline.plan)
 app.command(cls=Command)(offline.quantize)
 app.command()(version)
 app.add_typer(keys, name="key")

@@ -184,7 +184,7 @@ def regret(
 ) -> None:
     """Measure what the first system loses to each of the others on twelve workloads, in turns."""
     names = chosen("--workload", workload, list(WORKLOADS))
-    setting = SystemSettings(model.resolve(), env_dir.expanduser().resolve(), max_model_len=4096)
+    setting = SystemSettings(model.resolve(), env_dir.resolve(), max_model_len=4096)
     labels = labels_of(system, setting)
     measurement = Measurement(seconds, load, vocab_size_of(model), seed)
     found = []

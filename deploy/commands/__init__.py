@@ -76,10 +76,19 @@ class Commands(TyperGroup):
             raise fail(f"{where}{error.strerror or error}") from error
 
 
-class Command(TyperCommand):
+class HomeCommand(TyperCommand):
+    """A command that finds paths from the home folder, which no shell expands after an equals sign."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for name, value in ctx.params.items():
+            if isinstance(value, Path) and str(value).startswith("~/"):
+                ctx.params[name] = value.expanduser()
+        return super().invoke(ctx)
+
+
+class Command(HomeCommand):
     """A command that refuses `nan` and `inf` as numbers, which a lower limit alone lets pass, and texts that
-    are not UTF-8, which no message can hold. Finds paths from the home folder, which no shell expands after
-    an equals sign.
+    are not UTF-8, which no message can hold.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -87,8 +96,6 @@ class Command(TyperCommand):
             value = ctx.params.get(option.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{option.opts[0]}: must be a finite number, got {value}")
-            if isinstance(value, Path) and str(value).startswith("~/"):
-                ctx.params[option.name] = value.expanduser()
             texts = value if isinstance(value, list) else [value]
             if not all(is_utf8(text) for text in texts if isinstance(text, str)):
                 name = option.opts[0] if option.opts[0].startswith("-") else option.opts[0].upper()

@@ -26,24 +26,24 @@ def bench(context: typer.Context) -> None:
 
 
 def plan(
-    trace: Annotated[str, typer.Option(metavar="FILE", help="JSONL trace in Mooncake's form.")],
+    trace: Annotated[Path, typer.Option(metavar="FILE", help="JSONL trace in Mooncake's form.")],
     slo_ttft: Annotated[float, typer.Option(help="Limit of the time to the first token, in seconds.")],
     slo_tpot: Annotated[float, typer.Option(help="Limit of the time between two tokens, in seconds.")],
     workers: Annotated[int, typer.Option(help="Prefill and decode workers together, at least 2.")],
-    profile: Annotated[
-        str, typer.Option(metavar="FILE", help="Profile from `tandem profile`.")
-    ] = "h100-llama-3.1-8b",
+    profile: Annotated[Path, typer.Option(metavar="FILE", help="Profile from `tandem profile`.")] = Path(
+        "h100-llama-3.1-8b"
+    ),
     trace_scale_lengths: Annotated[float, typer.Option(help="Factor on the trace's lengths.")] = 1,
     trace_speedup: Annotated[float, typer.Option(help="Factor on the rate of requests.")] = 1,
     max_input_len: Annotated[int | None, typer.Option(help="Longest prompt; longer ones are cut.")] = None,
     max_output_len: Annotated[int | None, typer.Option(help="Longest output; longer ones are cut.")] = None,
     num_prompts: Annotated[int | None, typer.Option(help="Only the first requests of the trace.")] = None,
-    output: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Folder for plan.json and plan.svg.")
-    ] = "plan",
+    output: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for plan.json and plan.svg.")] = Path(
+        "plan"
+    ),
 ) -> None:
     """Simulate a trace on a number of workers with every split into roles, and recommend a split."""
-    options = dict(locals())
+    options = dict(locals()) | {"trace": str(trace), "profile": str(profile), "output": str(output)}
     from rich.console import Console
 
     from planner.command import parse

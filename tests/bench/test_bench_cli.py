@@ -98,3 +98,11 @@ def test_figures_that_cannot_be_shown_are_written(tmp_path):
         done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=ROOT, stdout=full)
     assert done.returncode != 0
     assert (tmp_path / "results.json").exists() and (tmp_path / "README.md").read_text() == "x"
+
+
+async def test_paths_may_begin_in_the_home_folder(url, tmp_path, monkeypatch):
+    """A shell expands no `~` after an equals sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = await run("--base-url", url, "--num-prompts", 1, "--output-json=~/figures.json")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "figures.json").exists()

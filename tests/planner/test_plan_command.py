@@ -59,6 +59,16 @@ def test_plan_compares_all_layouts_and_recommends_one(files):
     assert "Drafts" not in result.output, "the profile tells of none"
 
 
+def test_paths_may_begin_in_the_home_folder(files, monkeypatch):
+    """A shell expands no `~` after an equals sign."""
+    monkeypatch.setenv("HOME", str(files))
+    options = ["--trace=~/trace.jsonl", "--profile=~/profile.json", "--output=~/out"]
+    given = [f"{flag}={value}" for flag, value in GIVEN.items()]
+    result = CliRunner().invoke(app, ["plan", *options, *given])
+    assert result.exit_code == 0, result.output
+    assert (files / "out" / "plan.json").exists()
+
+
 def test_a_plan_that_cannot_be_shown_is_written(files):
     options = {"trace": str(files / "trace.jsonl"), "profile": str(files / "profile.json")}
     options |= {"slo_ttft": 2.0, "slo_tpot": 0.05, "workers": 2, "output": str(files / "out")}
