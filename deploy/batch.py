@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deploy.client import ServerError, authorization
+from deploy.client import ServerError, authorization, mounts
 from deploy.processes import OTHER_FILES, raise_file_limit
 from native.ownership import OwnershipError, open_own, takes_lock
 from protocol.errors import ConfigError, TandemError
@@ -180,9 +180,11 @@ class _Batch:
     async def run(self, url: str, api_key: str | None, concurrency: int) -> None:
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         limits = httpx.Limits(max_connections=concurrency)
-        headers = authorization(api_key)
+        headers, mounted = authorization(api_key), mounts(httpx.AsyncHTTPTransport, limits)
         async with (
-            httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits) as http,
+            httpx.AsyncClient(
+                base_url=url, headers=headers, timeout=timeout, limits=limits, mounts=mounted
+            ) as http,
             asyncio.TaskGroup() as group,
         ):
             for _ in range(concurrency):

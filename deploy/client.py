@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
+from urllib.request import getproxies
 
 import httpx
 
@@ -13,6 +15,15 @@ from protocol.errors import ConfigError, TandemError
 from protocol.server_options import is_sendable
 
 _CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 30.0
+_SILENCE_S = 60
+"""Seconds after which a server's host that acknowledges nothing is taken for gone."""
+_KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S // 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 6),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_S * 1000),
+)
 
 
 class ServerError(TandemError):
@@ -29,13 +40,30 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+Transport = TypeVar("Transport", httpx.HTTPTransport, httpx.AsyncHTTPTransport)
+
+
+def mounts(transport: type[Transport], limits: httpx.Limits = httpx.Limits()) -> dict[str, Transport]:
+    """Return the mounts of a client that may wait for long, but not for a host that is gone.
+
+    A proxy of the environment would be bypassed by them; it has such limits of its own.
+    """
+    return {} if getproxies() else {"all://": transport(limits=limits, socket_options=_KEEP_ALIVE)}
+
+
 @contextmanager
-def client(url: str, api_key: str | None) -> Iterator[httpx.Client]:
-    """Yield an HTTP client of the server. Raises `ServerError` for HTTP errors within the block."""
-    timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S)
+def client(url: str, api_key: str | None, *, waits: bool = False) -> Iterator[httpx.Client]:
+    """Yield an HTTP client of the server. Raises `ServerError` for HTTP errors within the block.
+
+    `waits`: an answer may take as long as the server's requests do.
+    """
+    timeout = httpx.Timeout(None if waits else ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+    headers, mounted = authorization(api_key), mounts(httpx.HTTPTransport)
     try:
-        with httpx.Client(base_url=url, headers=authorization(api_key), timeout=timeout) as http:
+        with httpx.Client(base_url=url, headers=headers, timeout=timeout, mounts=mounted) as http:
             yield http
+    except httpx.ReadTimeout as error:
+        raise ServerError(f"{url}: it is connected, but does not answer") from error
     except httpx.HTTPError as error:
         is_trust = "CERTIFICATE_VERIFY" in str(error)
         hint = ": name its authority's PEM file in SSL_CERT_FILE" if is_trust else ""

@@ -69,7 +69,7 @@ def _operate(
     from deploy.client import client, fields_of
 
     names = ("moved", "redirected", "placed_again")
-    with client(url, api_key) as http:
+    with client(url, api_key, waits=True) as http:
         report = fields_of(http.post(quote(path), json=body), "seconds", *names)
     return report, ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in names)
 
@@ -106,10 +106,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
 ) -> None:
     """Find what keeps requests waiting now, and say what to change, with figures."""
-    from deploy.client import client, fields_of
+    from deploy.client import ANSWER_TIMEOUT_S, client, fields_of
 
     with client(url, api_key) as http:
-        report = fields_of(http.get("/doctor", params={"seconds": seconds}), "findings")
+        limit = seconds + ANSWER_TIMEOUT_S
+        report = fields_of(http.get("/doctor", params={"seconds": seconds}, timeout=limit), "findings")
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -135,14 +136,16 @@ def complete(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
 ) -> None:
     """Complete a prompt and print the text as it comes."""
-    from deploy.client import client, completion_texts, fields_of
+    from deploy.client import ANSWER_TIMEOUT_S, client, completion_texts, fields_of
 
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
     body |= {"prompt": _standard_input() if prompt == "-" else prompt}
     body |= {name: value for name, value in {"seed": seed, "stop": stop or None}.items() if value is not None}
-    with client(url, api_key) as http:
-        models = [] if model else fields_of(http.get("/v1/models"), "data")["data"]
-        body["model"] = model or next((each["id"] for each in models), "")
+    with client(url, api_key, waits=True) as http:
+        if model is None:
+            models = fields_of(http.get("/v1/models", timeout=ANSWER_TIMEOUT_S), "data")["data"]
+            model = next((each["id"] for each in models), "")
+        body["model"] = model
         for text in completion_texts(http, body):
             print(text, end="", flush=True)
     print()

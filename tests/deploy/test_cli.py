@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import socket
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
+from deploy.client import client
 from deploy.launcher import warn_of_exposure
 from deploy.preflight import check_start
 from protocol.config import ServeConfig, field_docs, flag_name
@@ -142,6 +145,31 @@ def test_commands_without_a_server_fail_clearly(arguments: list[str]) -> None:
     done = invoke(*arguments, "--url", "http://127.0.0.1:9")
     assert done.exit_code == 1
     assert done.stderr.startswith("tandem: http://127.0.0.1:9"), done.stderr
+
+
+def test_a_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel accepts connections of a process that hangs."""
+    monkeypatch.setattr("deploy.client.ANSWER_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        url = f"http://127.0.0.1:{hanging.getsockname()[1]}"
+        for command in (["status", "--once"], ["top"], ["doctor", "--seconds", "0.1"], ["complete", "x"]):
+            result = invoke(*command, "--url", url)
+            assert result.exit_code == 1, result.output
+            assert result.stderr == f"tandem: {url}: it is connected, but does not answer\n"
+
+
+def test_a_host_that_vanishes_is_not_waited_for() -> None:
+    """The kernel asks the host for signs of life while an answer takes long."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with client(url, None, waits=True) as http, ThreadPoolExecutor() as pool:
+            asked = pool.submit(http.get, "/")
+            with server.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                answer = asked.result(10)
+                ours = answer.extensions["network_stream"].get_extra_info("socket")
+                assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}"])
