@@ -124,6 +124,28 @@ def test_an_answer_comes_and_is_stopped(make_router, open_page):
     assert visit.page.evaluate("document.activeElement.id") == "go"
 
 
+def test_a_chat_goes_on_after_a_stopped_answer(make_router, open_page):
+    """With the text that is shown, and with the message that was typed meanwhile."""
+    router = make_router()
+    worker = router.add_worker(stall_after=4)
+    visit = open_page(router)
+    visit.page.locator("label", has_text="Chat").click()
+    visit.generate("the quick", 50)
+    visit.page.wait_for_selector("#output .answer span")
+    visit.page.fill("#prompt", "brown fox")
+    visit.page.click("#stop")
+    visit.shows("#facts", "Stopped.")
+    assert visit.page.input_value("#prompt") == "brown fox"
+    shown = visit.page.locator("#output .answer").text_content()
+    worker.stall_after = 1000
+    with visit.page.expect_request("**/v1/chat/completions") as found:
+        visit.page.click("#go")
+    told = [message["content"] for message in found.value.post_data_json["messages"]]
+    assert shown and told == ["the quick", shown, "brown fox"]
+    visit.shows("#facts", "50 tokens in")
+    assert visit.page.input_value("#prompt") == ""
+
+
 def test_a_stream_that_breaks_in_the_middle(make_router, open_page):
     router = make_router()
     worker = router.add_worker(stall_after=4)

@@ -89,16 +89,21 @@ async function ask(onNoKey, further = {}) {
       for (const choice of event.choices) addSpans(answer, choice.spans ?? []);
       if (event.timing) finish(event.timing);
     }
-    if (talk) chat = [...body.messages, { role: "assistant", content: answer.textContent }];
-    if (talk) prompt.value = "";
   } catch (error) {
     if (error.name === "AbortError") byId("facts").textContent = "Stopped.";
     else tell(byId("problem"), error.message);
     if (error.status === 401) onNoKey(error.message);
     if (!answer.textContent) withdraw(answer.closest("article"));
   } finally {
+    if (talk && answer.isConnected) remember(body.messages, answer, text);
     end(stop);
   }
+}
+
+/** Continue the chat with an answer, also one that was stopped: the model is told what the page shows. */
+function remember(messages, answer, text) {
+  chat = [...messages, { role: "assistant", content: answer.textContent }];
+  if (prompt.value === text) prompt.value = ""; // else the next message is being typed already
 }
 
 function begin() {
