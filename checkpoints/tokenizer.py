@@ -78,7 +78,7 @@ def find_files(source: str, revision: str | None, names: Sequence[str], flag: st
 
 def _convert(source: TokenizerSource, folder: str) -> None:
     arguments = [source.name, source.revision or "", str(source.is_trusted), folder]
-    command = [sys.executable, "-c", _CONVERT, *arguments]
+    command = [sys.executable, "-P", "-c", _CONVERT, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_TIMEOUT_S)
     if done.returncode or not (Path(folder) / "tokenizer.json").is_file():
         reason = (done.stderr.strip().splitlines() or ["it has no fast tokenizer"])[-1]

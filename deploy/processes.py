@@ -1,4 +1,4 @@
-"""This host's processes: finds stuck ones, removes descendants and their directories, raises a limit."""
+"""This host's processes: what they import, how many files they open, which are stuck, how they end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +28,14 @@ OTHER_FILES = 64
 
 _LONGEST_LOOK_S = 2.0
 """The most time counted between two calls of `look`: the watching process may have been stopped, too."""
+
+
+def import_paths() -> dict[str, str]:
+    """Return the environment of Python processes that import from where this one does.
+
+    They would import from the working folder first, where files may be named like modules, and be others'.
+    """
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class ProcessWatch:

@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from deploy.config import load_config
 from deploy.preflight import check_start
-from deploy.processes import end_with_parent
+from deploy.processes import end_with_parent, import_paths
 from deploy.resources import choose_threads
 from messaging.files import check_output_file
 from planner.calibration import ALWAYS_SPLIT, NUM_BURSTS, calibrate
@@ -74,6 +74,7 @@ def _serving(arguments: list[str], start_timeout: float) -> Iterator[str]:
         command = [sys.executable, "-m", "deploy", "serve", *arguments]
         server = subprocess.Popen(
             command,
+            env=os.environ | import_paths(),
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

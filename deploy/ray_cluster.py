@@ -168,6 +168,7 @@ class RayCluster:
         options: dict[str, Any] = {
             "namespace": self.namespace,
             "configure_logging": False,
+            "job_config": _job(),
             # The workers that a local template forks write to the launcher's own stderr.
             "log_to_driver": not (self.is_local and self._config.forks_workers),
         }
@@ -257,6 +258,15 @@ class RayCluster:
     def remove_files(self) -> None:
         if self._directory is not None:
             self._directory.remove()
+
+
+def _job() -> Any:
+    """Return Ray's settings for its workers. They import from the working folder only if it is Tandem's own:
+    in any other, files may be named like modules, and be others'.
+    """
+    from ray.job_config import JobConfig
+
+    return JobConfig(_client_job=Path.cwd() != Path(__file__).parent.parent)
 
 
 def object_store_bytes(config: ServeConfig) -> int:

@@ -7,7 +7,7 @@ import signal
 
 from deploy.config import ENV_PREFIX
 from deploy.preflight import check_start
-from deploy.processes import adopt_orphans, kill_descendants
+from deploy.processes import adopt_orphans, import_paths, kill_descendants
 from deploy.ray_cluster import RayCluster
 from deploy.resources import choose_threads, thread_environment
 from deploy.signals import Patience, complain
@@ -22,6 +22,7 @@ def serve(config: ServeConfig) -> int:
     """Run the server until a signal or a failure. Returns the process' exit code."""
     log_to_stderr(config.log_level, config.log_format)
     os.environ.pop(ENV_PREFIX + "API_KEY", None)  # no child process needs it
+    os.environ.update(import_paths())
     patience = Patience(config)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, patience.on_signal)

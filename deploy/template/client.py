@@ -21,7 +21,7 @@ import msgspec
 import psutil
 from msgspec import Meta
 
-from deploy.processes import ProcessWatch
+from deploy.processes import ProcessWatch, import_paths
 from native.ownership import peer_of
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
@@ -176,7 +176,7 @@ class TemplateClient:
         """Start a template. `connect` then waits until it accepts clients."""
         self._starting = subprocess.Popen(
             [sys.executable, *_ARGUMENTS, self._name, str(self._launcher_pid)],
-            env=os.environ | self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=os.environ | self._environment | import_paths(),
             stdin=subprocess.DEVNULL,
             process_group=0,  # no Ctrl-C, but our session: Linux divides busy cores among sessions
         )

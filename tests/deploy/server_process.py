@@ -39,6 +39,17 @@ def write_served(folder: Path) -> Path:
     return model
 
 
+MODULES = ("json", "ray", "router", "worker", "engine", "messaging", "msgspec", "numpy", "torch", "uvicorn")
+
+
+def write_strange_modules(folder: Path) -> Path:
+    """Write modules that a server needs, each of which says when it is imported."""
+    folder.mkdir()
+    for name in MODULES:
+        (folder / f"{name}.py").write_text("import os\nos.makedirs(__file__ + '.imported', exist_ok=True)\n")
+    return folder
+
+
 def tandem_command(*arguments: str, prelude: str = "") -> list[str]:
     if prelude:
         start = "\nfrom deploy.__main__ import main\nmain()"
@@ -49,17 +60,21 @@ def tandem_command(*arguments: str, prelude: str = "") -> list[str]:
 class ServerProcess:
     """A server that starts at once. `wait_ready` waits until it serves."""
 
-    def __init__(self, model: Path, log: Path, *options: str, prelude: str = "") -> None:
-        """Start the server. `prelude` is Python code that runs first in its process."""
+    def __init__(self, model: Path, log: Path, *options: str, prelude: str = "", folder: Path = ROOT) -> None:
+        """Start the server in a working folder. `prelude` is Python code that runs first in its process."""
         defaults = ["--port", "0", "--dtype", "float32", "--compile", "off"]
         defaults += ["--kv-cache-memory-bytes", "8000000", "--worker-timeout", "15"]
         self._log = log
         self._options = options
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+        command = tandem_command("serve", str(model), *defaults, *options, prelude=prelude)
+        if folder != ROOT:  # as the installed command does, Python itself looks for no module there
+            command.insert(1, "-P")
+            environment["PYTHONPATH"] = str(ROOT)
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                tandem_command("serve", str(model), *defaults, *options, prelude=prelude),
-                cwd=ROOT,
+                command,
+                cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
-from tests.deploy.server_process import ANSWER_S, ServerProcess, read_events
+from tests.deploy.server_process import ANSWER_S, ServerProcess, read_events, write_strange_modules
 from tests.engine.adapter_files import write_adapter
 
 KEY = {"authorization": "Bearer secret"}
@@ -32,9 +32,13 @@ STREAM = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "stream": 
 
 
 @pytest.fixture(scope="module")
-def running(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    log = tmp_path_factory.mktemp("operations") / "log"
-    with ServerProcess(tiny_folder, log, *OPTIONS) as server:
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_strange_modules(tmp_path_factory.mktemp("operations") / "strange")
+
+
+@pytest.fixture(scope="module")
+def running(tiny_folder: Path, strange: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(tiny_folder, strange.parent / "log", *OPTIONS, folder=strange) as server:
         yield server.wait_ready()
 
 
@@ -229,6 +233,11 @@ def test_impossible_operations_are_refused(running: ServerProcess) -> None:
     unknown = httpx.post(f"{running.url}/scale", json={"cook": 1}, headers=KEY, timeout=ANSWER_S)
     assert (unknown.status_code, "cook" in unknown.text) == (400, True)
     assert pids(running) == before
+
+
+def test_no_process_imports_from_the_working_folder(server: ServerProcess, strange: Path) -> None:
+    """Routers, workers and all else have been started anew by now."""
+    assert [path.name for path in strange.glob("*.imported")] == []
 
 
 def test_a_signal_to_the_process_alone_ends_it_quietly(running: ServerProcess) -> None:
