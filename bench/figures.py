@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bench.report import REPO, RESULTS, show
+from planner.profile import DEFAULT_PROFILE, read_profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,6 +138,23 @@ def _effects(axes: Sequence[Axes]) -> None:
         bar.set_label("_")  # the legend of the first panel is for both
 
 
+def _costs(axes: Sequence[Axes]) -> None:
+    batch, techniques = axes
+    costs, price_s = read_profile(DEFAULT_PROFILE).costs, 3 / 3600
+    sizes = [2**power for power in range(9)]
+    for context in (1152, 8192):
+        steps = [costs.step_s + (costs.row_s + costs.context_s * context) * size for size in sizes]
+        prices = [price_s * step / size * 1e6 for step, size in zip(steps, sizes, strict=True)]
+        batch.plot(sizes, prices, marker="o", label=f"context of {context:,} tokens")
+    batch.set(title="H100, calculated", xlabel="requests at once", ylabel="cost of a million tokens")
+    batch.set(xscale="log", yscale="log")
+    ticks = (1, 4, 16, 64, 256), (0.1, 0.3, 1, 3)
+    for axis, places in zip((batch.xaxis, batch.yaxis), ticks, strict=True):
+        axis.set_ticks(places, [f"{place:g}" for place in places])
+    batch.minorticks_off()
+    _mains(techniques, "cost", {label: _results(name)["findings"][0] for name, label in FOUR_LOADS.items()})
+
+
 def _interactions(axes: Sequence[Axes]) -> None:
     [finding] = _results("five")["findings"]
     for axis, figure in zip(axes, ("goodput", "TPOT"), strict=True):
@@ -209,6 +227,7 @@ FIGURES: dict[str, tuple[int, Callable[[Sequence[Axes]], None]]] = {
     "over-requests": (2, _over_requests),
     "rates": (2, _rates),
     "goodput": (1, _goodput),
+    "costs": (2, _costs),
     "effects": (2, _effects),
     "interactions": (2, _interactions),
     "fleet": (2, _fleet),
