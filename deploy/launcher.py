@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from deploy.preflight import may_use_gpu
+from deploy.gpus import may_use_gpu
 from deploy.processes import end_descendants, kill_descendants
 from deploy.ray_cluster import HeadWatch, RayCluster
 from deploy.resources import choose_threads

@@ -5,15 +5,12 @@ A worker would find the same faults only after Ray's start, its own imports and 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import math
 import os
 import socket
 from collections.abc import Collection, Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.mtp_layouts import find_layouts
 from checkpoints.source import ASSISTANTS, hf_source, is_gguf, split_hub_file
+from deploy.gpus import cuda_fault, has_cuda_build, in_container, may_use_gpu
 from deploy.processes import raise_file_limit
 from deploy.resources import check_heads, check_number, plan_workers
 from engine.limits import check_draft, check_quantization, choose_max_model_len, cpu_pool_budget
@@ -36,8 +34,6 @@ CONFIG = "config.json"
 TIMEOUT_S = 10.0
 LEAST_OPEN_FILES, USUAL_OPEN_FILES = 256, 1024
 _OFFLINE = "HF_HUB_OFFLINE"
-_CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
-"""Files that Docker and Podman put into containers."""
 
 
 def check_source(source: str, flag: str, revision: str | None = None, file: str = CONFIG) -> None:
@@ -203,11 +199,6 @@ def _check_backend(config: ServeConfig) -> None:
         raise ConfigError(f"--attention-backend: {config.attention_backend} is for GPUs, but {fault}")
 
 
-def may_use_gpu(config: ServeConfig) -> bool:
-    """Return whether workers on this host may run on a GPU, as far as can be known without torch."""
-    return config.device != "cpu" and not cuda_fault()
-
-
 def _check_worker_host(config: ServeConfig) -> None:
     """Raise `ConfigError` if this host's workers could not bind to --worker-host."""
     if config.worker_host is None or config.ray_address is not None:
@@ -218,33 +209,6 @@ def _check_worker_host(config: ServeConfig) -> None:
         raise ConfigError(
             f"--worker-host: cannot listen on {config.worker_host}: {error.strerror}"
         ) from error
-
-
-def in_container() -> bool:
-    return "KUBERNETES_SERVICE_HOST" in os.environ or any(Path(mark).exists() for mark in _CONTAINER_MARKS)
-
-
-def has_cuda_build() -> bool:
-    """Return whether PyTorch is built for CUDA, without importing it."""
-    spec = find_spec("torch")
-    return spec is not None and Path(spec.origin or "").with_name("lib").joinpath("libtorch_cuda.so").exists()
-
-
-def cuda_fault() -> str:
-    """Return why no GPU can be used here, or "" if no obstacle can be found without torch."""
-    if version("torch").endswith("+cpu"):
-        return f"PyTorch {version('torch')} is built without CUDA: deploy/install.sh installs the other one"
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "this host has no NVIDIA driver (libcuda.so.1)"
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return "the NVIDIA driver finds no GPU" + (
-            f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
-        )
-    return ""
 
 
 def _check_draft(config: ServeConfig, target: Mapping[str, Any], max_model_len: int) -> None:
