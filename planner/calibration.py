@@ -141,7 +141,8 @@ class _Calibration:
     async def _continue(self, texts: Sequence[str], temperature: float) -> None:
         async with asyncio.TaskGroup() as group:
             for text in texts:
-                group.create_task(self._ask(text, min(TEXT_OUTPUT, self._longest // 4), temperature))
+                tokens = min(TEXT_OUTPUT, self._longest // 4)
+                group.create_task(self._ask(text, tokens, temperature, drafts=True))
 
     async def _burst(self, size: int) -> None:
         async def one() -> None:
@@ -187,12 +188,15 @@ class _Calibration:
     def _tokens(self, count: int) -> list[int]:
         return self._random.choices(_VOCAB, k=count)
 
-    async def _ask(self, prompt: str | list[int], max_tokens: int, temperature: float = 0.0) -> Pace:
-        """Send a request and measure its pace. It reads as little of the answer as possible, since it shares
-        the cores with the server.
+    async def _ask(
+        self, prompt: str | list[int], max_tokens: int, temperature: float = 0.0, *, drafts: bool = False
+    ) -> Pace:
+        """Send a request, with or without drafts, and measure its pace. It reads as little of the answer as
+        possible, since it shares the cores with the server.
         """
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
-        content = msgspec.json.encode(body | {"ignore_eos": True, "stream": True})
+        body |= {"ignore_eos": True, "stream": True, "speculative": {"enabled": drafts}}
+        content = msgspec.json.encode(body)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         if "authorization" in self._http.headers:
