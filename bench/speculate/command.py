@@ -72,6 +72,7 @@ def speculate(
         )
         flags: dict[str, Any] = {"model": model, "dtype": dtype, "compile": compile, "log_level": "error"}
         flags |= {"max_num_seqs": max(concurrencies), "kv_cache_memory_bytes": kv_cache_mib << 20}
+        flags["speculative_config"] = {"method": "none"}
         engines = Engines(load_config(flags, environ={}), plan.draftings, output_len)
     except (TandemError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error

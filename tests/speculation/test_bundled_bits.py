@@ -56,9 +56,10 @@ Answers = dict[str, list[tuple[int, TokenLogprobs]]]
 
 def answers(speculative: dict[str, Any] | None, requests: list[EngineRequest]) -> Answers:
     """Return tokens with their log-probabilities, by request."""
-    flags = {"model": str(TARGET), "dtype": "bfloat16", "device": "cpu", "kv_cache_memory_bytes": 32 << 20}
-    drafts = {"speculative_config": json.dumps(speculative)} if speculative else {}
-    engine = Engine(load_config(flags | drafts, environ={}), speculate=BatchSpeculator)
+    flags: dict[str, Any] = {"model": str(TARGET), "dtype": "bfloat16", "device": "cpu"}
+    flags["kv_cache_memory_bytes"] = 32 << 20
+    flags["speculative_config"] = json.dumps(speculative or {"method": "none"})
+    engine = Engine(load_config(flags, environ={}), speculate=BatchSpeculator)
     for request in requests:
         engine.add(request)
     found: Answers = {}
