@@ -16,8 +16,6 @@ help:  ## Show what there is
 
 install: .venv/.installed  ## Set up .venv with all that serving needs
 
-# What drafts best for the bundled model by docs/benchmarks.md; TANDEM_SPECULATIVE_CONFIG= serves without drafts.
-serve: export TANDEM_SPECULATIVE_CONFIG ?= {"method": "suffix"}
 serve: .venv/.installed  ## Serve the bundled model on 127.0.0.1:8000 (ARGS="--port 9000" for options)
 	exec $(BIN)/tandem serve $(ARGS)
 

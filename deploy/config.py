@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +19,7 @@ from typing import Any, get_args
 import msgspec
 
 from checkpoints.source import draft_method, use_download_dir
+from deploy.gpus import runs_on_cpus
 from deploy.resources import check_ranks
 from deploy.spellings import add_options, nearest
 from messaging.files import http_tls, read_private, read_trusted, tls_files
@@ -32,7 +34,13 @@ from protocol.ports import worker_ports
 from protocol.requests import parse_lora_modules
 from protocol.roles import ROLES, parse_autoscale
 from protocol.server_options import KV_TRANSPORTS, MAX_API_KEYS, is_sendable
-from protocol.speculation import MODEL_METHODS, REMOTE_METHODS, SpeculativeConfig, parse_speculative_config
+from protocol.speculation import (
+    DEFAULT_SPECULATION,
+    MODEL_METHODS,
+    REMOTE_METHODS,
+    SpeculativeConfig,
+    parse_speculative_config,
+)
 from router.api_keys import read_key_file
 
 logger = logging.getLogger("tandem.config")
@@ -97,14 +105,24 @@ def load_config(
         if values.get(field) is not None:
             values[field] = parse(values[field], sources[field])
     use_download_dir(values.get("download_dir"))  # before a draft's config.json is searched
-    if values.get("speculative_config") is not None:
+    given = values.get("speculative_config")
+    if given is not None:
         flag = sources["speculative_config"]
-        fields = _with_method(values["speculative_config"], flag)
+        fields = _with_method(given, flag)
         off = isinstance(fields, Mapping) and fields.get("method") == "none"
         values["speculative_config"] = None if off else speculative_config(fields, flag, model)
     config = msgspec.convert(values, ServeConfig, strict=False)
+    if given is None and _speculates_by_default(config):
+        config = replace(config, speculative_config=DEFAULT_SPECULATION)
     _check_together(config)
     return config
+
+
+def _speculates_by_default(config: ServeConfig) -> bool:
+    """Return whether a server without --speculative-config speculates. No other option may exclude it, and it
+    was never measured on GPUs.
+    """
+    return runs_on_cpus(config) and not config.enable_embeddings and not config.draft_replicas
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:

@@ -19,6 +19,15 @@ def may_use_gpu(config: ServeConfig) -> bool:
     return config.device != "cpu" and not cuda_fault()
 
 
+def runs_on_cpus(config: ServeConfig) -> bool:
+    """Return whether surely all workers run on CPUs. Other nodes of a Ray cluster may have GPUs that this one
+    lacks, but they have the same PyTorch.
+    """
+    if config.device != "auto":
+        return config.device == "cpu"
+    return bool(cuda_fault()) if config.ray_address is None else not has_cuda_build()
+
+
 def in_container() -> bool:
     return "KUBERNETES_SERVICE_HOST" in os.environ or any(Path(mark).exists() for mark in _CONTAINER_MARKS)
 

@@ -27,6 +27,7 @@ from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.logs import say
 from protocol.ports import http_url, is_loopback, is_wildcard
+from protocol.speculation import DEFAULT_SPECULATION
 from protocol.version import version
 from router.server import RouterServer
 from worker.cores import host_cores
@@ -211,6 +212,9 @@ def announcement(config: ServeConfig, server: Routers, url: str, defaults: Gener
     if sampling := defaults.shown():
         listed = ", ".join(f"{name} {value}" for name, value in sampling.items())
         lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
+    if config.speculative_config == DEFAULT_SPECULATION:
+        method, off = DEFAULT_SPECULATION.method, '--speculative-config \'{"method": "none"}\''
+        lines.append(f"Speculates by {method}, as far as that pays and with the same tokens (off: {off})")
     lines.append(f"Try:  {curl_line(config, url)}")
     lines.append(f"Listening on {url}  (a playground at {url}/, API below /v1, its documentation at /docs)")
     return "\n".join(lines)

@@ -166,7 +166,9 @@ class SpeculationOptions:
     """Drafting."""
 
     speculative_config: SpeculativeConfig | None = None
-    """Draft tokens ahead: JSON with a method and its options, as in '{"method": "ngram"}'."""
+    """Draft tokens ahead: JSON with a method and its options, as in '{"method": "ngram"}'. The default
+    is `suffix` on CPUs; '{"method": "none"}' turns it off.
+    """
     draft_placement: Literal["cost", "none", "local", "remote"] = "cost"
     """Place where drafts are made, unless a request says otherwise: `none`, on decode workers (`local`), on
     draft workers (`remote`), or wherever it brings most (`cost`).

@@ -118,6 +118,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.num_speculative_tokens if isinstance(self.num_speculative_tokens, int) else None
 
 
+DEFAULT_SPECULATION = SpeculativeConfig(method="suffix")
+"""The speculation of servers on CPUs that configure none."""
+
+
 class RequestSpeculation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request's own speculation options; None leaves one to the deployment."""
 

@@ -7,11 +7,13 @@ from typing import get_args
 import msgspec
 import pytest
 
+from deploy import gpus
 from deploy.config import load_config
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig, field_docs, field_types, flag_name
 from protocol.errors import ConfigError
 from protocol.roles import WorkerRange
+from protocol.speculation import DEFAULT_SPECULATION
 
 
 @pytest.fixture
@@ -25,7 +27,8 @@ def config_file(tmp_path):
 
 
 def test_defaults():
-    assert load_config(environ={}) == ServeConfig(model=str(BUNDLED_MODEL))
+    expected = ServeConfig(model=str(BUNDLED_MODEL), device="cpu", speculative_config=DEFAULT_SPECULATION)
+    assert load_config({"device": "cpu"}, environ={}) == expected
 
 
 def test_flag_then_environment_then_file_then_default(config_file):
@@ -36,9 +39,47 @@ def test_flag_then_environment_then_file_then_default(config_file):
     assert config.max_num_batched_tokens == ServeConfig().max_num_batched_tokens
 
 
-def test_the_method_none_turns_off_what_the_environment_configures():
+NONE = '{"method": "none"}'
+
+
+def test_the_method_none_turns_off_the_default_and_what_other_sources_configure(config_file):
     environ = {"TANDEM_SPECULATIVE_CONFIG": '{"method": "suffix"}'}
-    assert load_config({"speculative_config": '{"method": "none"}'}, environ).speculative_config is None
+    path = config_file("speculative-config:\n  method: none\n")
+    for given in (
+        {"flags": {"speculative_config": NONE}, "environ": environ},
+        {"flags": {"speculative_config": NONE}, "environ": {}},
+        {"environ": {"TANDEM_SPECULATIVE_CONFIG": NONE}},
+        {"environ": {}, "config_file": path},
+    ):
+        assert load_config(**given).speculative_config is None
+
+
+@pytest.mark.parametrize("options", [{"enable_embeddings": True}, {"device": "cuda"}], ids=str)
+def test_options_that_exclude_the_default_speculation(options):
+    assert load_config({"device": "cpu"} | options, {}).speculative_config is None
+
+
+def test_draft_workers_still_need_a_method():
+    with pytest.raises(ConfigError, match=r"--draft-replicas: needs --speculative-config .* got none"):
+        load_config({"device": "cpu", "draft_replicas": 1}, {})
+
+
+@pytest.mark.parametrize(
+    ("ray_address", "fault", "has_build", "speculates"),
+    [
+        (None, "no driver", True, True),
+        (None, "", True, False),
+        ("auto", "no driver", True, False),
+        ("auto", "no CUDA", False, True),
+    ],
+)
+def test_servers_that_may_have_gpus_speculate_only_if_asked(
+    ray_address, fault, has_build, speculates, monkeypatch
+):
+    monkeypatch.setattr(gpus, "cuda_fault", lambda: fault)
+    monkeypatch.setattr(gpus, "has_cuda_build", lambda: has_build)
+    found = load_config({"ray_address": ray_address}, {}).speculative_config
+    assert found == (DEFAULT_SPECULATION if speculates else None)
 
 
 def test_a_gguf_file_of_a_folder_is_the_model():

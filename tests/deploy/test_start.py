@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Mapping
@@ -10,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 import deploy.launcher
+from deploy.config import load_config
 from deploy.launcher import announcement
 from deploy.signals import Patience
 from protocol.config import ServeConfig
+from protocol.speculation import DEFAULT_SPECULATION, SpeculativeConfig
 from router.reading.prepared import GenerationDefaults
 
 
@@ -27,6 +30,22 @@ class Started:
 def test_the_last_line_names_the_api_and_the_playground(url: str) -> None:
     last = announcement(ServeConfig(), Started(), url, GenerationDefaults()).splitlines()[-1]
     assert last.startswith(f"Listening on {url} ") and f" {url}/," in last
+
+
+@pytest.mark.parametrize(
+    "speculation", [DEFAULT_SPECULATION, None, SpeculativeConfig(method="ngram")], ids=str
+)
+def test_the_start_says_how_to_turn_off_the_default_speculation(
+    speculation: SpeculativeConfig | None,
+) -> None:
+    config = ServeConfig(speculative_config=speculation)
+    said = announcement(config, Started(), "http://a", GenerationDefaults()).splitlines()
+    lines = [line for line in said if line.startswith("Speculates by suffix")]
+    assert len(lines) == (speculation == DEFAULT_SPECULATION)
+    for line in lines:
+        command = line[line.index("(off: ") + 6 : -1]
+        option, value = shlex.split(command)
+        assert load_config({option[2:].replace("-", "_"): value}, {}).speculative_config is None
 
 
 class StartingLauncher:

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app as tandem
-from deploy.config import speculative_config
+from deploy.config import load_config, speculative_config
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.speculation import WEIGHTLESS
 from tests.e2e.serving import PAIR, HttpServing
@@ -188,6 +188,21 @@ def test_answers_equal_those_without_speculation(serving: HttpServing, expected:
         for (name, wish), choices in zip(asked, ask_at_once(serving, asked, how), strict=True):
             assert_same(choices, expected[name], f"{how.__name__} {name} {wish}")
     serving.wait_empty()
+
+
+def test_a_server_that_configures_nothing_gives_the_same_answers(expected: dict[str, Choices]) -> None:
+    given = load_config({"model": str(BUNDLED_MODEL), "device": "cpu"}, environ={}).speculative_config
+    fields = {"temperature": 0, "structured_outputs": {"regex": "(ab|cd){12,16}"}}
+    with HttpServing(BUNDLED_MODEL, PAIR, speculative_config=given, **options(None)) as serving:
+        for choices, name in zip(
+            ask_at_once(serving, [(each, {}) for each in REQUESTS], ask), REQUESTS, strict=True
+        ):
+            assert_same(choices, expected[name], name)
+        drafted = ask(serving, fields, ignore_eos=False)
+        assert_same(drafted, ask(serving, fields, ignore_eos=False, speculative={"enabled": False}))
+        assert {each["start_up"]["speculation"] for each in serving.worker_states().values()} == {"suffix"}
+        assert total(serving, "drafts") > 0
+        serving.wait_empty()
 
 
 @on("draft_model", "medusa")

@@ -16,6 +16,7 @@ from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL, DRAFTS
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.speculation import (
+    DEFAULT_SPECULATION,
     METHODS,
     SELF,
     WEIGHTLESS,
@@ -57,7 +58,8 @@ def test_flag_environment_and_file_mean_the_same(tmp_path: Path) -> None:
     ):
         assert config.speculative_config == wanted
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ServeConfig) == config
-    assert load_config({}, {"TANDEM_SPECULATIVE_CONFIG": ""}).speculative_config is None
+    empty = load_config({"device": "cpu"}, {"TANDEM_SPECULATIVE_CONFIG": ""})
+    assert empty.speculative_config == DEFAULT_SPECULATION
 
 
 def test_a_bad_value_names_its_source(tmp_path: Path) -> None:
