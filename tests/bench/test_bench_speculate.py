@@ -19,7 +19,7 @@ from bench.speculate.engines import EngineRun, Engines
 from bench.speculate.figures import crossover, figures_of, verdicts_of
 from bench.speculate.measurement import CaseMeasurement, TimedAnswer, summarize
 from bench.speculate.plan import Case, CaseGroup, NumTokens, SpeculationPlan, parse_drafting
-from bench.speculate.workload import edit_prompt, entries, load_prompts
+from bench.speculate.workload import WorkloadPrompt, edit_prompt, entries, load_prompts
 from models.bundled import BUNDLED_FOLDER, BUNDLED_MODEL
 from protocol.errors import ConfigError
 from protocol.outputs import FinishReason, TokenOutput
@@ -117,9 +117,9 @@ def test_every_second_round_runs_backwards() -> None:
 
 
 def test_a_rounds_prompts_differ_and_change_with_the_round() -> None:
-    prompts = [[index] for index in range(10)]
-    assert plan().chosen(prompts, 1, 0) == [[0], [1], [2], [3]]
-    assert plan().chosen(prompts, 1, 2) == [[8], [9], [0], [1]]
+    prompts = [WorkloadPrompt([index]) for index in range(10)]
+    assert plan().chosen(prompts, 1, 0) == prompts[:4]
+    assert plan().chosen(prompts, 1, 2) == [*prompts[8:], *prompts[:2]]
     assert len(plan().chosen(prompts, 8, 1)) == 8
     assert sorted(plan().chosen(prompts, 64, 3)) == prompts
 
@@ -161,7 +161,8 @@ def test_a_run_keeps_its_concurrency_and_measures_its_own_time(monkeypatch: pyte
             )
             for index in range(4)
         ]
-        runs[name] = EngineRun(Stepping(log, name), requests, CASE)
+        engine: Any = Stepping(log, name)
+        runs[name] = EngineRun(engine, requests, CASE)
     running = [*runs.values()]
     while running:
         running = [run for run in running if run.take_turn(1.0)]
@@ -189,7 +190,7 @@ def measured(
 
 def test_figures_are_medians_and_ratios_within_rounds() -> None:
     """The machine is half as fast in the third round; the ratio stays the same."""
-    counts = {"steps": 40, "drafted": 90, "lengths": Counter({1: 10, 2: 10, 3: 10})}
+    counts: dict[str, Any] = {"steps": 40, "drafted": 90, "lengths": Counter({1: 10, 2: 10, 3: 10})}
     rounds = [(1.0, 0.5), (1.0, 0.5), (2.0, 1.0)]
     measurements = []
     for number, (base, mine) in enumerate(rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -33,7 +34,7 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
         ({}, ""),
     ],
 )
-def test_targets(limits: dict[str, float], verdict: str) -> None:
+def test_targets(limits: dict[str, Any], verdict: str) -> None:
     assert TransferRow(what="x", value=1.0, unit=" ms", **limits).verdict == verdict
 
 

@@ -13,7 +13,7 @@ from bench.five.factors import TechniqueSet, cells_of
 
 FACTORS = ("a", "b", "c", "d", "e")
 MAIN = {"a": 2.0, "b": 0.5, "c": 1.0, "d": 1.3, "e": 1.0}
-TOGETHER = {("a", "d"): 1.5, ("b", "c"): 0.8}
+TOGETHER: dict[tuple[str, ...], float] = {("a", "d"): 1.5, ("b", "c"): 0.8}
 
 
 def figure(cell: TechniqueSet) -> float:

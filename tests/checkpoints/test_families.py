@@ -68,7 +68,7 @@ def model_of(architecture: str, folder: Path, **changes: Any) -> PreTrainedModel
 
 
 def config_of(path: Path) -> ServeConfig:
-    sizes = {"max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    sizes: dict[str, Any] = {"max_model_len": 128, "max_num_batched_tokens": 64, "max_num_seqs": 4}
     return ServeConfig(
         model=str(path), dtype="float32", device="cpu", compile="off", kv_cache_memory_bytes=2**22, **sizes
     )

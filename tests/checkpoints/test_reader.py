@@ -23,7 +23,7 @@ METADATA: dict[str, Any] = {
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    tensors = {
+    tensors: dict[str, Any] = {
         "a.weight": (np.arange(6, dtype=np.float32).reshape(2, 3), F32),
         "b.weight": (np.arange(2 * 34, dtype=np.uint8).reshape(2, 34), Q8_0),
     }

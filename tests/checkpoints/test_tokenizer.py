@@ -113,7 +113,7 @@ def test_digits_are_split_into_single_tokens(tmp_path: Path) -> None:
 
 
 def test_named_templates(tmp_path: Path) -> None:
-    others = {
+    others: dict[str, Any] = {
         "tokenizer.chat_template": "plain",
         "tokenizer.chat_templates": ["tool_use"],
         "tokenizer.chat_template.tool_use": "tools",

@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -260,7 +261,7 @@ def test_a_full_disk_leaves_the_keys_as_they_were(tmp_path: Path) -> None:
     ],
 )
 def test_listening_beyond_loopback_is_warned_about(
-    options: dict[str, str], said: str, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert ServeConfig().host == "127.0.0.1"
     warn_of_exposure(ServeConfig(**options))

@@ -175,7 +175,7 @@ def test_a_container_that_cannot_start_says_why(tmp_path: Path, role: str, compl
     token = tmp_path / "auth_token"
     environment = {"ROUTER_HOST": "127.0.0.1", "RAY_PORT": "1", "RAY_AUTH_TOKEN_PATH": str(token)}
     environment |= {"PATH": os.environ["PATH"], "START_TIMEOUT_S": "0"}
-    command = [ROOT / "deploy/container.sh", role]
+    command = [str(ROOT / "deploy/container.sh"), role]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert done.stderr.strip() == f"container.sh: {complaint.format(token=token)}"

@@ -65,7 +65,7 @@ def run_node_script(tmp_path: Path, hosts: str) -> str:
     folder = tmp_path / "checkout" / "deploy"
     shutil.copytree(ROOT / "deploy", folder, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "HOME": str(tmp_path), "CLUSTER_HOSTS": hosts}
-    command = [folder / "node.sh", "worker", "192.0.2.1"]
+    command = [str(folder / "node.sh"), "worker", "192.0.2.1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode != 0
     return done.stderr

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -29,7 +30,7 @@ echo "$UV_DEFAULT_INDEX, $UV_INDEX: $*" >> "$LISTED.uv"
 """
 
 
-def installed(folder: Path, *, has_gpu: bool = True, **variables: str) -> tuple[list[str], str]:
+def installed(folder: Path, *, has_gpu: bool = True, **variables: Any) -> tuple[list[str], str]:
     """Return what pip was asked to install in a checkout with an environment, and the output."""
     binaries = folder / ".venv/bin"
     binaries.mkdir(parents=True)
@@ -100,7 +101,7 @@ def test_an_existing_torchs_triton_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("variables", "how"), [({}, "--no-compile"), ({"PYTHONDONTWRITEBYTECODE": "1"}, "--compile")]
 )
-def test_pip_compiles_where_python_does_not(tmp_path: Path, variables: dict[str, str], how: str) -> None:
+def test_pip_compiles_where_python_does_not(tmp_path: Path, variables: dict[str, Any], how: str) -> None:
     installed(tmp_path, CUDA="13.0", **variables)
     assert set((tmp_path / "listed.compiled").read_text().split()) == {how}
 
@@ -121,7 +122,7 @@ def test_an_environment_outside_the_checkout(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\nexec {sys.executable} "$@" --without-pip\n')
     python.chmod(0o755)
-    variables = {"PATH": os.environ["PATH"], "PYTHON": str(python), "VENV": str(environment)}
+    variables: dict[str, Any] = {"PATH": os.environ["PATH"], "PYTHON": str(python), "VENV": str(environment)}
     done = subprocess.run(
         [checkout / "deploy/install.sh"], env=variables, capture_output=True, text=True, check=False
     )

@@ -28,7 +28,7 @@ from protocol.speculation import SpeculativeConfig
         (2, {"worker_threads": 5}, 5),
     ],
 )
-def test_threads(cores: int, changes: dict[str, int], threads: int) -> None:
+def test_threads(cores: int, changes: dict[str, Any], threads: int) -> None:
     assert choose_threads(ServeConfig(**changes), cores)[0] == threads
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ class Started:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://[::1]:8443"])
 def test_the_last_line_names_the_api_and_the_playground(url: str) -> None:
-    last = announcement(ServeConfig(), Started(), url, GenerationDefaults()).splitlines()[-1]
+    routers: Any = Started()
+    last = announcement(ServeConfig(), routers, url, GenerationDefaults()).splitlines()[-1]
     assert last.startswith(f"Listening on {url} ") and f" {url}/," in last
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 
@@ -23,7 +23,7 @@ SOURCES = [
 ]
 
 
-def command_flags(command: click.Command) -> set[str]:
+def command_flags(command: Any) -> set[str]:
     """Return the flags of a command and of all its subcommands."""
     flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
     for below in getattr(command, "commands", {}).values():

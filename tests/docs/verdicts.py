@@ -66,7 +66,7 @@ def verdict(model_type: str) -> Verdict:
         try:
             engine = Engine(config)
             served_class = _served_class(model)
-            compile = "auto" if served_class in FAMILIES else "off"
+            compile: Literal["auto", "off"] = "auto" if served_class in FAMILIES else "off"
             start_up = Engine(replace(config, dtype="bfloat16", compile=compile)).start_up
         except (UnsupportedModelError, ConfigError) as error:
             return Verdict("refused", str(error).splitlines()[0].replace(folder, "FOLDER"))

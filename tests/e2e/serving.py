@@ -53,8 +53,8 @@ class HttpServing:
 
     def _start(self, worker_id: str, fault: str) -> RunningWorker:
         role = worker_id.partition("-")[0]
-        # A worker's start needs only the keys and the router's endpoints of its cluster.
-        return RunningWorker(self, role, worker_id, self.config, fault)
+        cluster: Any = self  # a worker's start needs only the keys and the router's endpoints
+        return RunningWorker(cluster, role, worker_id, self.config, fault)
 
     def add(self, worker_id: str, fault: str = "") -> None:
         """Start one more worker, and wait until it serves."""

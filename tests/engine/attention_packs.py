@@ -41,7 +41,7 @@ def make_pack(
     sequences = tuple(
         Sequence(*pair, seed, tree=trees and pair in TREES) for seed, pair in enumerate(lengths, first_seed)
     )
-    sizes = {"group": heads // kv_heads, "key_dim": head_dim, "value_dim": head_dim}
+    sizes: dict[str, Any] = {"group": heads // kv_heads, "key_dim": head_dim, "value_dim": head_dim}
     return Step.of(Case(Shape(kv_heads=kv_heads, **sizes, **shape), Options(), sequences, padding))
 
 

@@ -120,7 +120,8 @@ def refuse_an_adapter(pipe: Connection) -> None:
     dropped = multiprocessing.SimpleQueue()
 
     def be_rank(ranks: Ranks, link: socket.socket) -> None:
-        assert isinstance(receive(link, messages.to_others), KeepAdapter)
+        message = receive(link, messages.to_others)
+        assert isinstance(message, KeepAdapter)
         error = "rank 2 cannot read it" if ranks.rank == 2 else ""
         messages.send(link, messages.encode(AdapterKept(error)))
         message = receive(link, messages.to_others)

@@ -165,7 +165,8 @@ def drafted(
         masks, last = [1], 1
         nodes: list[int] = []
         for place in range(certain, min(certain + rng.randint(0, 20), text.length)):
-            siblings: list[int | None] = rng.choice([[place], [place, None], [None, place]][: 1 + 2 * trees])
+            groups: list[list[int | None]] = [[place], [place, None], [None, place]]
+            siblings = rng.choice(groups[: 1 + 2 * trees])
             for sibling in siblings:
                 drafts.append(sibling)
                 masks.append(last | 1 << len(masks))

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.sampler import SamplingRow, gumbel_noise, stream_keys
 from tests.engine.sampler_reference import make_row
 
-FILTERS = {
+FILTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "cold": {"temperature": 0.2},
     "hot": {"temperature": 5.0},

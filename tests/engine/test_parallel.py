@@ -106,7 +106,7 @@ def qwen2(heads: int = 6, kv_heads: int = 2, **options: Any) -> dict[str, Any]:
 
 
 def int_weights(format: str, compile: str) -> dict[str, Any]:
-    rounds = {"quantization": format, "quantize_lm_head": True}
+    rounds: dict[str, Any] = {"quantization": format, "quantize_lm_head": True}
     return qwen2(compile=compile, intermediate_size=224, hidden_size=96, **rounds)
 
 

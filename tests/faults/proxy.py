@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,7 +69,7 @@ class Proxy:
         """Lead new connections to another target."""
         self._target = target.rpartition(":")
 
-    def _start(self, target: object, *arguments: object) -> None:
+    def _start(self, target: Callable[..., object], *arguments: object) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()

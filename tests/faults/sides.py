@@ -46,7 +46,7 @@ LOG_LINES = 200
 Outcome = tuple[Literal["completed", "failed", "expired", "corrupt"], str]
 
 
-HASTY: dict[str, float] = {"progress_timeout_s": 1.0, "connect_timeout_s": 1.0}
+HASTY: dict[str, Any] = {"progress_timeout_s": 1.0, "connect_timeout_s": 1.0}
 
 
 @dataclass(frozen=True)

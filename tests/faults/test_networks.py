@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.faults.arena import ORPHAN_S, Arena
@@ -9,7 +11,7 @@ from tests.faults.network import Network
 from tests.faults.processes import Child
 
 PROMPT_S = 6.0
-PATIENCE = {"progress_timeout_s": 1.5, "connect_timeout_s": 1.5}
+PATIENCE: dict[str, Any] = {"progress_timeout_s": 1.5, "connect_timeout_s": 1.5}
 """After a second the kernel looks for a silent neighbour again, and repeats a lost SYN."""
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,9 @@ def running(stock: Stock, request: pytest.FixtureRequest) -> Iterator[dict[int, 
     """Run all the schedules of this session, several at once, since they mostly wait."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     items = [item for item in items if item.module is request.module]
-    chosen = [item.callspec.params["seed"] for item in items if item.originalname == "test_a_random_schedule"]
+    chosen: list[Any] = [
+        item.callspec.params["seed"] for item in items if item.originalname == "test_a_random_schedule"
+    ]
     executor = ThreadPoolExecutor(AT_ONCE)
     yield {seed: executor.submit(_run, stock, Schedule.of(seed)) for seed in chosen}
     executor.shutdown(cancel_futures=True)

@@ -24,7 +24,7 @@ from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
 from tests.worker.tiny_model import greedy, load
 
-DEVICE = "cuda"
+DEVICE: Any = "cuda"
 CHUNK = 64
 LENGTHS = [1, 7, 16, 31, 48, CHUNK, 100, 3 * CHUNK]
 NUM_TOKENS = 20

@@ -53,7 +53,7 @@ CASES = {
 
 def encoded(source: Raw, block_bytes: int, blocks: npt.NDArray[np.int64], first: int, last: int) -> Raw:
     codec = Codec(block_bytes)
-    coded = codec.encode(memoryview(source), blocks, first, last)
+    coded = codec.encode(source.data, blocks, first, last)
     return np.frombuffer(coded, np.uint8).copy()
 
 
@@ -62,9 +62,9 @@ def decoded(
 ) -> tuple[bool, Raw]:
     """Decode into `room` bytes, and check that nothing around them is touched."""
     codec = Codec(block_bytes)
-    codec.staging[: len(coded)] = memoryview(coded)
+    codec.staging[: len(coded)] = coded.data
     target = np.full(room + 2 * GUARD, 0xA5, np.uint8)
-    inside = memoryview(target)[GUARD : GUARD + room]
+    inside = target.data[GUARD : GUARD + room]
     good = codec.decode(len(coded), inside, blocks, first, last)
     assert (target[:GUARD] == 0xA5).all() and (target[GUARD + room :] == 0xA5).all()
     return good, target[GUARD : GUARD + room]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import multiprocessing
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -186,7 +187,7 @@ def cases(draw: st.DrawFn) -> tuple:
         layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
         planes, size = draw(st.integers(1, 2)), draw(st.sampled_from([4, 8]))
         their, our = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
-        stored = {"name": name, "planes": planes}
+        stored: dict[str, Any] = {"name": name, "planes": planes}
         wire.append(
             segment(layers, block_size, heads, size, dtype=their, quantization=quantization, **stored)
         )

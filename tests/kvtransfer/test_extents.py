@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,10 +116,10 @@ class Pair:
         for source, target in self.pairs:
             self.put(target, self.sent[source * BLOCK_BYTES : (source + 1) * BLOCK_BYTES])
 
-    def put(self, target: int, block: bytes) -> None:
+    def put(self, target: int, block: bytearray) -> None:
         self.got[target * BLOCK_BYTES : (target + 1) * BLOCK_BYTES] = block
 
-    def agree(self, mode: str, lease_id: str = "lease", sequence: int = 0) -> bool:
+    def agree(self, mode: Any, lease_id: str = "lease", sequence: int = 0) -> bool:
         sources, targets = np.array(self.pairs, dtype=np.int64).reshape(-1, 2).T
         theirs = piece_checksum(mode, memoryview(self.sent), BLOCK_BYTES, sources, lease_id, sequence)
         ours = piece_checksum(mode, memoryview(self.got), BLOCK_BYTES, targets, lease_id, sequence)

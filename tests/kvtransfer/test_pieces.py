@@ -155,7 +155,7 @@ def test_exactly_the_range_is_copied(way: str, block_bytes: int) -> None:
         copied[:begin] = 0
         copied[end:] = 0
         expected[targets] = copied.reshape(-1, block_bytes)
-        Gather(memoryview(source), memoryview(target), block_bytes).copy(sources, targets, begin, end)
+        Gather(source.data, target.data, block_bytes).copy(sources, targets, begin, end)
         assert (target == expected.ravel()).all()
 
     check()
@@ -164,7 +164,7 @@ def test_exactly_the_range_is_copied(way: str, block_bytes: int) -> None:
 def test_nothing_to_copy(way: str) -> None:
     target = np.zeros(8, dtype=np.uint8)
     none = NO_BLOCKS[0]
-    Gather(memoryview(np.ones(8, dtype=np.uint8)), memoryview(target), 4).copy(none, none, 0, 0)
+    Gather(np.ones(8, dtype=np.uint8).data, target.data, 4).copy(none, none, 0, 0)
     assert not target.any()
 
 
@@ -289,7 +289,8 @@ def test_errors_of_one_read_do_not_affect_others() -> None:
             raise OSError("NIXL: no such peer")
         return transfer in over
 
-    orphans = OrphanedReads(SimpleNamespace(poll=poll))
+    agent: Any = SimpleNamespace(poll=poll)
+    orphans = OrphanedReads(agent)
     released: list[str] = []
     for transfer, name in ((failing, "failing"), (unreleasable, "unreleasable"), (good, "good")):
         held = ExitStack()

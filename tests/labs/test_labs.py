@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def target() -> Llama:
 
 
 @pytest.mark.parametrize("folder", [TARGET, DRAFT], ids=lambda folder: folder.name)
-def test_the_model_equals_transformers(folder: object) -> None:
+def test_the_model_equals_transformers(folder: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0]
@@ -70,7 +71,8 @@ def test_a_schedule_fills_the_memory_as_its_page_says() -> None:
         policy, *cells = line.split()
         if policy in ("static", "continuous", "paged"):
             waiting = paged_scheduler.make_requests(requests)
-            report = paged_scheduler.serve(Still(), waiting, policy, num_blocks=128)
+            model: Any = Still()
+            report = paged_scheduler.serve(model, waiting, policy, num_blocks=128)
             shares = (f"{share:.0%}" for share in (report.mean_taken, report.mean_filled))
             counts = (str(report.steps), f"{report.mean_running:.1f}", *shares, str(report.preemptions))
             assert tuple(cells[1:6]) == counts, policy

@@ -25,8 +25,13 @@ COSTS = StepCosts(
 
 
 def profile(kv_tokens: int = 100_000, **changes: Any) -> Profile:
-    costs = {name: changes.pop(name) for name in list(changes) if name in StepCosts.__struct_fields__}
-    fields = {"link": LinkProfile(latency_s=0.0, bytes_per_s=1e12), "block_size": 10} | changes
+    costs: dict[str, Any] = {
+        name: changes.pop(name) for name in list(changes) if name in StepCosts.__struct_fields__
+    }
+    fields: dict[str, Any] = {
+        "link": LinkProfile(latency_s=0.0, bytes_per_s=1e12),
+        "block_size": 10,
+    } | changes
     return Profile(
         name="toy", sources=[], costs=msgspec.structs.replace(COSTS, **costs), kv_tokens=kv_tokens, **fields
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_a_split_request_is_decoded_once_its_blocks_have_arrived():
 def test_decoding_takes_longer_while_another_worker_works(beside: float, longer_s: float):
     """A prompt of 0.41 s arrives while a request decodes."""
 
-    def ended(**changes: float) -> float:
+    def ended(**changes: Any) -> float:
         requests = [request(0.0, 10, 100), request(0.3, 400, 1)]
         run(layout(1, 1, "least_loaded"), requests, profile(**changes))
         return requests[0].ended

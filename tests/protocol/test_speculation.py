@@ -66,11 +66,12 @@ def test_a_bad_value_names_its_source(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("speculative_config:\n  method: ngram\n  prompt_lookup_max: 0\n")
     value = '{"method": "ngram", "prompt_lookup_max": 0}'
-    for source, given in {
+    sources: dict[str, dict[str, Any]] = {
         "--speculative-config": {"flags": {"speculative_config": value}},
         "TANDEM_SPECULATIVE_CONFIG": {"environ": {"TANDEM_SPECULATIVE_CONFIG": value}},
         f"{path}: speculative_config": {"config_file": path},
-    }.items():
+    }
+    for source, given in sources.items():
         with pytest.raises(ConfigError) as caught:
             load_config(**{"environ": {}, **given})
         assert str(caught.value) == f"{source}: prompt_lookup_max: must be an integer from 1 to 4096, got 0"

@@ -64,14 +64,16 @@ GPU_LIKE = {"start_s": 20e-3, "row_s": 0.15e-3}
 
 def target(rows: float, *, model: dict[str, float] | None = None, **changes: Any) -> DraftTarget:
     known = speculation(**(model or GPU_LIKE))
-    return DraftTarget(**({"rows": rows, "speculation": known, "method": "draft_model"} | changes))
+    usual: dict[str, Any] = {"rows": rows, "speculation": known, "method": "draft_model"}
+    return DraftTarget(**usual | changes)
 
 
 def drafter(
     name: str = "draft-0", *, step_s: float = 0.8e-3, row_s: float = 0.01e-3, **changes: Any
 ) -> SharedDrafter:
     costs = StepCosts(step_s=step_s, row_s=row_s, context_s=0.0, token_s=1e-5, attention_s=0.0)
-    return SharedDrafter(**({"worker_id": name, "method": "draft_model", "costs": costs} | changes))
+    usual: dict[str, Any] = {"worker_id": name, "method": "draft_model", "costs": costs}
+    return SharedDrafter(**usual | changes)
 
 
 def decided(

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
@@ -17,7 +18,14 @@ from messaging.sockets import ClusterKeys, connect_dealer
 from protocol.codec import encode, router_to_worker
 from protocol.costs import UNKNOWN_COSTS, StepCosts
 from protocol.ids import PeerAddress, new_incarnation
-from protocol.outputs import ErrorKind, RequestTiming, TokenLogprobs, TokenOutput, logprobs_pages
+from protocol.outputs import (
+    ErrorKind,
+    FinishReason,
+    RequestTiming,
+    TokenLogprobs,
+    TokenOutput,
+    logprobs_pages,
+)
 from protocol.requests import Adapter, EngineRequest
 from protocol.router_to_worker import (
     Abort,
@@ -63,12 +71,14 @@ def embedding_of(token_ids: list[int]) -> bytes:
 class Job:
     """A request that the worker runs, one token per step, for the router at the other end of `line`."""
 
-    def __init__(self, message: Generate, tokens: list[int], finish_reason: str, line: int) -> None:
+    def __init__(self, message: Generate, tokens: list[int], finish_reason: FinishReason, line: int) -> None:
         self.line = line
         self.request = message.request
         self.decode = message.decode
         self.tokens = tokens[: message.request.sampling.max_tokens]
-        self.finish_reason = finish_reason if len(tokens) <= message.request.sampling.max_tokens else "length"
+        self.finish_reason: FinishReason = (
+            finish_reason if len(tokens) <= message.request.sampling.max_tokens else "length"
+        )
         self.start = len(message.request.output_token_ids)
         self.sent = self.start
 
@@ -92,7 +102,7 @@ class FakeWorker:
     worker_id: str = "decode-0"
     role: str = "decode"
     script: Callable[[EngineRequest], list[int]] = echo_script
-    finish_reason: str = "length"
+    finish_reason: FinishReason = "length"
     step_s: float = 0.001
     tokens_per_step: int = 1
     rejected_per_step: int | None = None
@@ -178,12 +188,13 @@ class FakeWorker:
     def handover_failed(
         self, request_id: str, decode: str, kind: str, manifest_sent: bool, **changes: str
     ) -> bytes:
-        told = {"error_kind": kind, "reason": "it did not work", "manifest_sent": manifest_sent}
+        reason = "it did not work"
+        told: dict[str, Any] = {"error_kind": kind, "reason": reason, "manifest_sent": manifest_sent}
         names = self._names | changes
         return encode(HandoverFailed(request_id=request_id, decode_incarnation=decode, **names, **told))
 
     @property
-    def _names(self) -> dict[str, str]:
+    def _names(self) -> dict[str, Any]:
         return {"worker_id": self.worker_id, "incarnation": self.incarnation}
 
     def state(self) -> WorkerState:
@@ -275,8 +286,8 @@ class FakeWorker:
             case Unregistered():
                 self._sockets[line].send(encode(self.register_message()))
             case PrepareToLeave():
-                following = {"role": message.role, "next_incarnation": message.next_incarnation}
-                self._send_all(Leaving(**self._names, **following))
+                following = message.next_incarnation
+                self._send_all(Leaving(**self._names, role=message.role, next_incarnation=following))
             case Leave():
                 self._let_go.add(line)
                 if len(self._let_go) == len(self.endpoints):
@@ -319,7 +330,7 @@ class FakeWorker:
         digest = "" if self.adapter_error else message.digest or self.adapter_digest
         if digest:
             self.adapters[message.name] = digest
-        error = {"error": self.adapter_error, "error_kind": self.adapter_error_kind}
+        error: dict[str, Any] = {"error": self.adapter_error, "error_kind": self.adapter_error_kind}
         answer = AdapterLoaded(**self._names, name=message.name, digest=digest, **error)
         self._sockets[line].send(encode(answer))
 

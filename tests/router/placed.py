@@ -48,7 +48,7 @@ def registration(
     """Return the registration of a worker without an endpoint."""
     state = state or WorkerState(worker_id=worker_id, incarnation=incarnation, role=role)
     address = PeerAddress(worker_id=worker_id, incarnation=incarnation, control="tcp://x:1")
-    usual = {"model": "m", "max_model_len": 100, "vocab_size": 10, "eos_token_ids": [0]}
+    usual: dict[str, Any] = {"model": "m", "max_model_len": 100, "vocab_size": 10, "eos_token_ids": [0]}
     return Register(address=address, role=role, state=state, **usual | more)
 
 

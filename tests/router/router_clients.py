@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from protocol.codec import encode
-from protocol.outputs import TokenOutput
+from protocol.outputs import ErrorKind, TokenOutput
 from protocol.worker_to_router import StepOutput
 from tests.router.fake_worker import FakeWorker
 from tests.waiting import wait_until
@@ -66,7 +66,7 @@ def said(worker: FakeWorker, *outputs: TokenOutput, incarnation: str | None = No
     return encode(StepOutput(worker_id=worker.worker_id, incarnation=known, outputs=list(outputs)))
 
 
-def failure(request_id: str, kind: str) -> TokenOutput:
+def failure(request_id: str, kind: ErrorKind) -> TokenOutput:
     return TokenOutput(
         request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind, error="it broke"
     )

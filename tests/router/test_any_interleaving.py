@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from protocol.codec import encode, router_to_worker
 from protocol.config import ServeConfig
 from protocol.ids import PeerAddress, new_incarnation
-from protocol.outputs import TokenOutput
+from protocol.outputs import ErrorKind, FinishReason, TokenOutput
 from protocol.roles import ROLES
 from protocol.router_to_worker import Abort, CallRoll, Generate, Leave, Prefetch, PrepareToLeave, Redirect
 from protocol.sampling import SamplingParams
@@ -77,7 +77,7 @@ class Job:
         stop = min(start + count, request.sampling.max_tokens)
         self.sent += stop - start
         tokens = [script(request.prompt_token_ids, position) for position in range(start, stop)]
-        reason = "length" if self.is_done else None
+        reason: FinishReason | None = "length" if self.is_done else None
         return TokenOutput(
             request_id=request.request_id, token_ids=tokens, position=start, finish_reason=reason
         )
@@ -103,7 +103,7 @@ class MiniWorker:
     def say(self, output: TokenOutput) -> None:
         self.tell(StepOutput, outputs=[output])
 
-    def fail(self, request_id: str, kind: str) -> None:
+    def fail(self, request_id: str, kind: ErrorKind) -> None:
         self.say(TokenOutput(request_id=request_id, token_ids=[], finish_reason="error", error_kind=kind))
 
     def state(self) -> WorkerState:
@@ -118,7 +118,8 @@ class World:
             mock.patch("router.state.WorkerLink", return_value=link),
             mock.patch("router.state.Tokenizer.load"),
         ):
-            self.state = RouterState(config, None)
+            keys: Any = None
+            self.state = RouterState(config, keys)
         self.state.registry.expected = {worker_id: worker_id.partition("-")[0] for worker_id in IDS}
         self.loop = asyncio.new_event_loop()
         self.workers: dict[str, MiniWorker] = {}
@@ -436,7 +437,7 @@ class Interleaving(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.workers)
     @rule(index=st.integers(0, 4), kind=st.sampled_from(["worker_lost", "transfer", "internal"]))
-    def fail(self, index: int, kind: str) -> None:
+    def fail(self, index: int, kind: ErrorKind) -> None:
         worker = self._worker(index)
         if worker.jobs:
             request_id = next(iter(worker.jobs))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from protocol.codec import encode
-from protocol.outputs import TokenOutput
+from protocol.outputs import ErrorKind, TokenOutput
 from protocol.worker_to_router import AbsentRequests
 from tests.router.router_clients import (
     BODY,
@@ -42,7 +42,7 @@ def test_disconnect_aborts_a_stream(router):
         lines = response.iter_lines()
         for _ in range(6):
             next(lines)
-        request_id = decode.jobs and next(iter(decode.jobs))
+        request_id = next(iter(decode.jobs), None)
     eventually(lambda: request_id in decode.aborted)
     eventually(lambda: is_idle(router))
     assert router.metric("tandem_request_failures_total", kind="abort") == 1
@@ -219,7 +219,7 @@ def test_failure_before_the_first_token_is_a_status(router, kind, status, stream
     assert router.metric("tandem_request_failures_total", kind=kind) == 1
 
 
-def failing(worker, kind: str) -> TokenOutput:
+def failing(worker, kind: ErrorKind) -> TokenOutput:
     return failure(worker.jobs.popitem()[0], kind)
 
 

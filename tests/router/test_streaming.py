@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from typing import Any
 
 import httpx
 
@@ -75,13 +76,13 @@ class Transport:
 
 async def test_a_steps_chunks_are_written_before_other_woken_tasks_run():
     outbox, happened = Outbox(), []
-    first, second, gone = (Transport(name, happened) for name in ("first", "second", "gone"))
+    transports: list[Any] = [Transport(name, happened) for name in ("first", "second", "gone")]
     for step in ("one", "two"):
-        for transport in (first, second, gone):
+        for transport in transports:
             DirectWriter(outbox, transport).write(step.encode())
             asyncio.get_running_loop().call_soon(happened.append, f"{transport.name} is woken")
         happened.append("all are made")
-        gone.closed = True  # its client left meanwhile
+        transports[-1].closed = True  # its client left meanwhile
         await asyncio.sleep(0)
         woken = [f"{name} is woken" for name in ("first", "second", "gone")]
         assert happened == ["all are made", f"first {step}", f"second {step}", *woken]

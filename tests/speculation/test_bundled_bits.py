@@ -40,12 +40,13 @@ def requests() -> list[EngineRequest]:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     lines = (MODELS / "heldout_prompts.jsonl").read_text("utf-8").splitlines()[:4]
     prompts = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines]
-    sampling = [{"temperature": 0.7 * (i % 2), "seed": i} for i in range(4)]
     return [
         EngineRequest(
             request_id=f"r{i}",
             prompt_token_ids=prompt[: 90 + 37 * i],
-            sampling=SamplingParams(max_tokens=48, ignore_eos=True, logprobs=2, **sampling[i]),
+            sampling=SamplingParams(
+                max_tokens=48, ignore_eos=True, logprobs=2, temperature=0.7 * (i % 2), seed=i
+            ),
         )
         for i, prompt in enumerate(prompts)
     ]

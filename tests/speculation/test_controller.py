@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ NGRAM = PROFILES[1]
 
 
 def fixed_rates(
-    patch: pytest.MonkeyPatch, num_requests: int, profile: Profile, **options: object
+    patch: pytest.MonkeyPatch, num_requests: int, profile: Profile, **options: Any
 ) -> list[float]:
     """Return the tokens per second of each fixed number of drafts, the first without drafts."""
     numbers = (0, profile.whole) if profile.whole else (0, 2, min(6, profile.max_tokens))
@@ -41,7 +42,7 @@ def fixed_rates(
     return rates
 
 
-def auto_rate(patch: pytest.MonkeyPatch, num_requests: int, profile: Profile, **options: object) -> float:
+def auto_rate(patch: pytest.MonkeyPatch, num_requests: int, profile: Profile, **options: Any) -> float:
     """Return the tokens per second with "auto" over the same time."""
     server = SimulatedServer(patch, num_requests, profile, **options)
     server.run(SECONDS[num_requests] / 2)
@@ -112,7 +113,7 @@ def test_drafts_that_never_pay_cost_little(
     profile: Profile, num_requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cost of trials, of prompts read for them, and of plans together."""
-    options = {"rate": lambda number, place: 0.05, "output_tokens": 128}
+    options: dict[str, Any] = {"rate": lambda number, place: 0.05, "output_tokens": 128}
     plain = SimulatedServer(monkeypatch, num_requests, profile, fixed=0, **options)
     auto = SimulatedServer(monkeypatch, num_requests, profile, **options)
     auto.run(1.0)

@@ -198,7 +198,8 @@ def test_a_handed_over_request_drafts_at_once(case: Case, uncomputed: int) -> No
 def test_sampled_drafts_have_the_noise_of_their_position(case: Case, verification: Verification) -> None:
     """Rejection sampling gets the distributions that they were drawn from instead."""
     watched = case.watched(num_tokens=3, verification=verification)
-    prompt, sampling = prompt_of(12), {"temperature": 0.8, "seed": 11}
+    prompt = prompt_of(12)
+    sampling: dict[str, Any] = {"temperature": 0.8, "seed": 11}
     if verification == "coupled":
         sampling["top_p"] = 0.9
     watched.ask("a", prompt, 8, sampling=sampling)

@@ -188,7 +188,7 @@ def test_trees_grow_along_the_likeliest_paths(
     published.tensors["lm_head.weight"] *= decision
     watched = Watched(deep_target, published.write(tmp_path), num_tokens=4, tree_nodes=14)
     prompts = {"a": prompt_of(12), "b": prompt_of(29, 4)}
-    sampling = {"temperature": temperature, "seed": 3}
+    sampling: dict[str, Any] = {"temperature": temperature, "seed": 3}
     for request_id, prompt in prompts.items():
         watched.ask(request_id, prompt, 20, sampling=sampling)
     outputs = watched.run()

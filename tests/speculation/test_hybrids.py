@@ -266,6 +266,7 @@ def recorded(engine: Engine, num_tokens: int) -> Iterator[Proposals]:
     found: Proposals = {}
 
     def recording(sequences: Sequence[SequenceState], counts: Sequence[int]) -> list[Draft | None]:
+        assert isinstance(draft_model, DraftModel)
         drafted = DraftModel.propose(draft_model, sequences, counts)
         for sequence, draft, count in zip(sequences, drafted, counts, strict=True):
             if draft is not None and count == num_tokens:

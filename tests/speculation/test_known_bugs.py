@@ -96,18 +96,17 @@ def unrelated_drafts(sequence: SequenceState, count: int) -> Draft:
 
 def crowd() -> list[EngineRequest]:
     """Return greedy and sampled requests with several parameters, some with a common seed."""
+    samplings: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 1, "top_k": 20},
+        {"temperature": 0.0, "presence_penalty": 1.0},
+        {"temperature": 0.7, "seed": 2**40, "top_p": 0.9},
+        {"temperature": 1.2, "seed": -5, "min_p": 0.01, "logprobs": 1},
+    ]
     return [
         ask(f"r{index}", prompt_of(15 + index, index), ignore_eos=True, **sampling)
-        for index, sampling in enumerate(
-            [
-                {"temperature": 0.0},
-                {"temperature": 1.0, "seed": 1},
-                {"temperature": 1.0, "seed": 1, "top_k": 20},
-                {"temperature": 0.0, "presence_penalty": 1.0},
-                {"temperature": 0.7, "seed": 2**40, "top_p": 0.9},
-                {"temperature": 1.2, "seed": -5, "min_p": 0.01, "logprobs": 1},
-            ]
-        )
+        for index, sampling in enumerate(samplings)
     ]
 
 
@@ -169,7 +168,7 @@ def model_that_ends_with(folder: Path, token: int, copy: Path) -> Path:
 
 
 def both(
-    folder: Path, script: Script, num_tokens: int = 8, **sampling: object
+    folder: Path, script: Script, num_tokens: int = 8, **sampling: Any
 ) -> tuple[TokenOutput, TokenOutput, Engine]:
     """Run one request without and with speculation."""
     request = ask("r", PROMPT, **({"max_tokens": LONG} | sampling))
@@ -206,7 +205,11 @@ def test_bug_09_max_tokens_cuts_accepted_tokens(
 ) -> None:
     """A stop token among the tokens left comes first."""
     last = answer[fresh_at(answer, 6)]
-    sampling = {"max_tokens": max_tokens, "stop_token_ids": [last] if stops else [], "ignore_eos": True}
+    sampling: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "stop_token_ids": [last] if stops else [],
+        "ignore_eos": True,
+    }
     plain, speculated, _ = both(pair[0], scripted.right({"r": answer}), **sampling)
     assert (plain.finish_reason, plain.stop_token_id) == (("stop", last) if stops else ("length", None))
     assert stops or plain.token_ids == answer[:max_tokens]
@@ -335,8 +338,8 @@ def test_bug_16_log_probabilities_equal_those_without_speculation(
     pair: tuple[Path, Path], verification: Verification, _: str, sampling: dict[str, Any]
 ) -> None:
     asked = [
-        ask(f"r{top}", prompt_of(20, top), ignore_eos=True, logprobs=top, **sampling)
-        for top in (0, 1, 5, None)
+        ask(f"r{top}", prompt_of(20, index), ignore_eos=True, logprobs=top, **sampling)
+        for index, top in enumerate((0, 1, 5, None))
     ]
     expected = run(Engine(native_config(pair[0])), asked)
     script = scripted.sometimes_right(tokens(expected), 0.6, VOCAB_SIZE)

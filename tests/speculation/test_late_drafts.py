@@ -164,7 +164,8 @@ def late_drafts(values: Sequence[int], lengths: Sequence[int]) -> tuple[list[Dra
         downloads.append(len(on_device))
         return on_device
 
-    late, names = LateTokens(torch.tensor(values), download), iter(range(len(values)))
+    downloader: Any = download
+    late, names = LateTokens(torch.tensor(values), downloader), iter(range(len(values)))
     return [Draft([~next(names) for _ in range(length)], late=late) for length in lengths], downloads
 
 
@@ -192,7 +193,8 @@ def test_tokens_fill_the_rows_that_name_them() -> None:
     nodes = torch.tensor([[-3, -1], [5, 0], [-1, 1], [0, 2]])
     draft.late.fill_ids(nodes[:, 0])
     assert nodes.tolist() == [[9, -1], [5, 0], [7, 1], [0, 2]]
-    assert draft.late.bring(torch.tensor([1, 2]), lambda found: found) == [1, 2]
+    download: Any = lambda found: found  # noqa: E731
+    assert draft.late.bring(torch.tensor([1, 2]), download) == [1, 2]
     assert draft.token_ids == [7, 8, 9] and not downloads
 
 
@@ -204,10 +206,11 @@ def test_a_trees_shape_is_downloaded_with_its_tokens() -> None:
         downloads.append(values)
         return values
 
-    late = LateTrees(nodes, download)
+    downloader: Any = download
+    late = LateTrees(nodes, downloader)
     chain, star = (Draft([~(3 * tree + node) for node in range(3)], [-1] * 3, late=late) for tree in range(2))
     assert (chain.masks(), chain.depth, chain.num_nodes) == (star.masks(), 1, 3) and not downloads
-    assert late.bring(torch.tensor([4]), download) == [4]
+    assert late.bring(torch.tensor([4]), downloader) == [4]
     assert (chain.token_ids, chain.parents, chain.depth) == ([5, 6, 7], [-1, 0, 1], 3)
     assert (star.token_ids, star.parents, star.num_nodes) == ([8, 9, 0], [-1, -1], 2)
     assert star.masks() == [0b1, 0b11, 0b101, 0b1001] and len(downloads) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -129,7 +131,7 @@ def test_a_cut_sequence_is_read_again() -> None:
 
 def test_a_reused_id_is_another_text() -> None:
     class Drafter(NgramDrafter):
-        def tokens(self, *args: object, **fields: object) -> list[int]:
+        def tokens(self, *args: Any, **fields: Any) -> list[int]:
             return self._updated(decoding(*args, **fields)).tokens.tolist()
 
     drafter = Drafter(SpeculativeConfig(method="ngram"))

@@ -125,7 +125,7 @@ def test_texts_are_valid_and_equal_those_without_speculation(
         fill(matcher, *arguments)
 
     monkeypatch.setattr(speculator, "verify", noted_verify)
-    name = "ngram" if method == "ngram" else "draft_model"
+    name: Method = "ngram" if method == "ngram" else "draft_model"
     found = answers(engine, tokenizer, name)
     assert (tokens(found) == plain) == (method != "standard")
     assert not any(late)

@@ -46,7 +46,8 @@ from tests.engine.step.test_host_waits import CountedGraphs, hybrid, qwen3
 from tests.speculation import eagle_files, medusa_files
 
 LAYERS = 8
-GREEDY, TOP_P = {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+TOP_P: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
 SAMPLING = pytest.mark.parametrize("sampling", [GREEDY, TOP_P], ids=["greedy", "top-p"])
 PLAIN = {"speculation": RequestSpeculation(enabled=False)}
 TREE = {"tree": True, "num_speculative_tokens": 20}
@@ -106,7 +107,7 @@ class Steps:
         patch.setattr(cuda_runner, "graphs_for", lambda *_: CountedGraphs(gpu))
         patch.setattr(engine_module, "load_served", lambda *_, **__: loaded)
         patch.setattr(draft_model, "load_model", lambda _: absent_model(2, layer_windows=(0, 0)))
-        room = {"max_num_seqs": max_num_seqs, "kv_cache_memory_bytes": 16 << 20}
+        room: dict[str, Any] = {"max_num_seqs": max_num_seqs, "kv_cache_memory_bytes": 16 << 20}
         config = ServeConfig(model="absent", speculative_config=speculative, **room)
         self.engine = Engine(config, speculate=BatchSpeculator)
 

@@ -5,6 +5,8 @@ Seeds are fixed, so a test that passes once always passes. A sound sampler fails
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ NUM_DRAWS = 8_000
 EOS = [0]
 PROMPT, OUTPUT = [1, 2, 3, 2], [5, 6, 6, 7, 6]
 
-PARAMS = {
+PARAMS: dict[str, Any] = {
     "plain": {},
     "temperature": {"temperature": 0.6},
     "hot": {"temperature": 2.5},
@@ -62,8 +64,8 @@ def rows_across_seeds(count: int = NUM_DRAWS, first_seed: int = 0, position: int
 
 
 def rows_across_positions(count: int = NUM_DRAWS, seed: int = 1234, **params):
-    params = make_row(seed=seed, **params).params
-    return [SamplingRow(params, PROMPT, OUTPUT, position, "r") for position in range(count)]
+    sampling = make_row(seed=seed, **params).params
+    return [SamplingRow(sampling, PROMPT, OUTPUT, position, "r") for position in range(count)]
 
 
 def assert_fits(counts: np.ndarray, probabilities: np.ndarray) -> None:

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,7 +132,8 @@ class LogitsRunner:
     ) -> list[Draft]:
         """Draw chains of `length` tokens by the drafters' own loop."""
         options = SpeculativeConfig(method="ngram", verification=verification)
-        drafting = ChainDrafting(self, options, _rows_of, Sampler(self.vocab_size, "cpu", []))
+        runner: Any = self
+        drafting = ChainDrafting(runner, options, _rows_of, Sampler(self.vocab_size, "cpu", []))
         rows = [SequenceRows(each.token_ids[-1:], each.position - 1, [[]]) for each in sequences]
         return drafting.draft(sequences, rows, [length] * len(sequences))
 

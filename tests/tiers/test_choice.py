@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_tests_that_read_the_product_run_always() -> None:
 
 
 @pytest.mark.parametrize("named", [{"canaries": [f"{A}::dear"]}, {"whole": [A]}])
-def test_canaries_and_whole_modules_run_at_any_cost(named: dict[str, list[str]]) -> None:
+def test_canaries_and_whole_modules_run_at_any_cost(named: dict[str, Any]) -> None:
     tests = [f"{A}::dear", f"{A}::cheap"]
     assert chosen(tests, record(a={"dear": 1000.0}), replace(ALL, **named)) == set(tests)
 

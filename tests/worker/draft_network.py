@@ -128,7 +128,8 @@ class DraftSide:
     def tell_gone(self, peer: PeerAddress) -> None:
         """Report a lost worker, as the router does."""
         message = PeerGone(incarnation=self.at.incarnation, worker_id=peer.worker_id, gone=peer.incarnation)
-        self.loop.take(message, self.light.router)
+        router: Any = self.light.router
+        self.loop.take(message, router)
 
     def step(self) -> None:
         if self.engine.has_work():

@@ -82,7 +82,7 @@ def write_family(name: str, folder: Path) -> dict[str, Path]:
 
 @contextmanager
 def workers(
-    family: dict[str, Path], method: str, **options: Any
+    family: dict[str, Path], method: Any, **options: Any
 ) -> Iterator[tuple[Cluster, list[RunningWorker]]]:
     """Start a prefill worker and a decode worker that draft by a method."""
     options |= {"model": str(family[method])} if method in family else {"skip_layers": [1]}
@@ -94,7 +94,7 @@ def workers(
         yield cluster, list(cluster.start_pair(config))
 
 
-def chat(cluster: Cluster, running: list[RunningWorker], method: str, place: str, turns: int) -> Chat:
+def chat(cluster: Cluster, running: list[RunningWorker], method: Any, place: str, turns: int) -> Chat:
     """Have a chat with drafts by `method`, or "none"; a salt of its own lets it share no KV with others."""
     prefill, decode = running
     speculation = RequestSpeculation(enabled=method != "none", method=None if method == "none" else method)

@@ -244,8 +244,8 @@ def test_a_lost_draft_worker_hears_of_ended_requests_for_a_while(begin: Callable
 TARGET = b"decode-9:" + b"9" * 16
 
 
-def opening(num_prompt: int = 20, **sampling: float) -> DraftOpening:
-    params = SamplingParams(**({"max_tokens": 50} | sampling))
+def opening(num_prompt: int = 20, max_tokens: int = 50, **sampling: Any) -> DraftOpening:
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
     return DraftOpening(sampling=params, num_prompt=num_prompt)
 
 

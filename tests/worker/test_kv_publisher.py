@@ -211,7 +211,8 @@ def test_each_worker_has_its_own_port() -> None:
     config = ServeConfig(prefill_replicas=3, decode_replicas=2)
     workers = ["prefill-0", "prefill-2", "decode-0", "decode-1"]
     assert [place_of(config, name) for name in workers] == [0, 2, 3, 4]
-    assert open_publisher(config, "decode-0", None) is None
+    cache: Any = None
+    assert open_publisher(config, "decode-0", cache) is None
 
 
 def test_a_port_that_is_taken_is_named(engine: Engine, closing: contextlib.ExitStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from protocol.speculation import SpeculativeConfig
 BLOCK = 16
 
 
-def buckets(max_num_seqs: int = 64, max_model_len: int = 5000, **speculation: object) -> Buckets:
+def buckets(max_num_seqs: int = 64, max_model_len: int = 5000, **speculation: Any) -> Buckets:
     options = SpeculativeConfig(method="ngram", **speculation) if speculation else None
     config = ServeConfig(max_num_seqs=max_num_seqs, block_size=BLOCK, speculative_config=options)
     return Buckets.of(config, max_model_len)

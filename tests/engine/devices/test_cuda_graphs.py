@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def shapes(rows_each: int, *sequences: int) -> list[StepShape]:
     ids=["all", "as memory goes", "as time goes", "but for what is too large", "until one is refused"],
 )
 def test_the_largest_is_captured_first_then_the_smallest(
-    device: Device, count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    device: Any, count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
     caplog.set_level(logging.INFO, "tandem.engine")
@@ -103,7 +104,7 @@ def test_each_number_of_rows_per_sequence_has_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If time runs out, the largest of each kind are captured, and of the others the smallest."""
-    device = Device(0, seconds=10.0)
+    device: Any = Device(0, seconds=10.0)
     monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
     decode, verify = shapes(1, 1, 2, 4, 8), shapes(3, 1, 2, 4)
     captured = capture_all([*verify, *decode], device.capture, device)
@@ -116,7 +117,7 @@ def test_of_the_largest_graphs_the_one_with_adapters_comes_first(monkeypatch: py
     """It also takes steps without adapters, but with enough time these have their own."""
     plain = shapes(1, 1, 2, 4)
     adapted = [replace(shape, adapters=True) for shape in plain]
-    device = Device(0, seconds=15.0)
+    device: Any = Device(0, seconds=15.0)
     monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
     captured = capture_all([*adapted, *plain], device.capture, device)
     assert list(captured) == [adapted[-1], plain[0], adapted[0], plain[1], adapted[1]]

@@ -69,7 +69,7 @@ class Model:
     def __init__(
         self, folder: Path, compile: str = "auto", hidden_layers: tuple[int, ...] = (), **changes: Any
     ) -> None:
-        options = {"dtype": "bfloat16", "device": "cpu", "max_model_len": 256} | changes
+        options: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "max_model_len": 256} | changes
         config = ServeConfig(model=str(folder), **options)
         loaded = load_model(config)
         pool = KVPool(PoolLayout((loaded.kv_group,), BLOCK), NUM_BLOCKS, CPU, None)
@@ -388,10 +388,10 @@ def test_hybrids_use_the_same_runner_on_cuda_with_adapters(monkeypatch: pytest.M
     asked: list[tuple[Any, ...]] = []
     cuda = SimpleNamespace(runner_of=lambda *options: asked.append(options))
     monkeypatch.setattr("engine.load.select.importlib.import_module", lambda name: cuda)
-    plain, adapted = (SimpleNamespace(adapters=each, recurrent="some") for each in (None, "some"))
+    models: list[Any] = [SimpleNamespace(adapters=each, recurrent="some") for each in (None, "some")]
     attention: Any = SimpleNamespace(can_capture=True)
     layout = StateLayout((RecurrentLayer(8, 4),), torch.bfloat16)
     config, state_slots = ServeConfig(model="hybrid", compile="auto"), StateSlots(layout, 1, CPU)
-    for loaded in (adapted, plain):
+    for loaded in models:
         runner_of(config, loaded, attention, state_slots=state_slots)
-    assert asked == [(config, each, attention, (), state_slots, False) for each in (adapted, plain)]
+    assert asked == [(config, each, attention, (), state_slots, False) for each in models]

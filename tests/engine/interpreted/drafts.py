@@ -168,7 +168,7 @@ def test_steps_of_a_head() -> None:
     torch.manual_seed(1)
     described = head_program(Head(SHAPE).eval(), nn.Embedding(60, 24), nn.Linear(24, 60, bias=False))
     head = TorchProgram(described, SHAPE.max_positions)
-    graphs = RecordedGraphs()
+    graphs: Any = RecordedGraphs()
     group = Group.uniform(TARGET, Segment(1, 1, 16, torch.float32))
     pools = [KVPool(PoolLayout((group,), BLOCK), NUM_BLOCKS, CPU, None) for _ in range(2)]
     for pool in pools:

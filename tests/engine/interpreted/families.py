@@ -79,7 +79,7 @@ a last bit may round to another one.
 """
 
 
-def _loaded(folder: Path, dtype: str, **options: Any) -> tuple[LoadedModel, KVPool, StateSlots | None]:
+def _loaded(folder: Path, dtype: Any, **options: Any) -> tuple[LoadedModel, KVPool, StateSlots | None]:
     config = ServeConfig(model=str(folder), dtype=dtype, device="cpu", max_model_len=96, **options)
     loaded = load_model(config)
     pool = KVPool(PoolLayout((loaded.kv_group,), 16), 12, CPU, None)

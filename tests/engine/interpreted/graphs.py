@@ -19,7 +19,6 @@ from engine.devices.attention import TablesBackend
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.graphs import CudaGraphs
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.torch import transformers_hook
 from engine.devices.torch.runner import Modules, TorchRunner
@@ -50,11 +49,9 @@ TREES = Buckets([2], [1, 3], [6], trees=True)
 
 
 class Side:
-    """A decoder with its own pool of the same values."""
+    """A decoder with its own pool of the same values. `graphs`: None, or `RecordedGraphs`."""
 
-    def __init__(
-        self, model: PreTrainedModel, buckets: Buckets, graphs: CudaGraphs | None, hidden: bool
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, buckets: Buckets, graphs: Any, hidden: bool) -> None:
         self.pool = made_pool()
         backend = TritonBackend(self.pool.layers(TARGET))
         decoder = CudaDecoder(describe(model), backend, 128, (0, 2) if hidden else ())
@@ -144,8 +141,8 @@ def num_replays(graphs: RecordedGraphs) -> int:
 
 def test_the_models_own_modules_over_two_block_tables() -> None:
     """Replayed, and launched without a bucket."""
-    model, graphs = made_model(), RecordedGraphs()
-    pools = made_pool(), made_pool()
+    model, pools = made_model(), (made_pool(), made_pool())
+    graphs: Any = RecordedGraphs()
     plain, replayed = (TablesBackend([TritonBackend(p.layers(TARGET)) for _ in "ab"], [0, 1]) for p in pools)
     runner = CudaRunner(Modules(model, replayed), replayed, CPU, "", FEW_BUCKETS, graphs)
     runner.warm_up()

@@ -20,7 +20,6 @@ from engine.devices.cuda.adapters import adapted_modules
 from engine.devices.cuda.attention.backend import TritonBackend
 from engine.devices.cuda.buckets import Buckets
 from engine.devices.cuda.decoder import CudaDecoder
-from engine.devices.cuda.graphs import CudaGraphs
 from engine.devices.cuda.recurrent import operators
 from engine.devices.cuda.runner import CudaRunner
 from engine.devices.loaded_model import LoadedModel
@@ -72,13 +71,13 @@ def made(model_type: str) -> LoadedModel:
 
 
 class Side:
-    """A runner with its own blocks and state slots."""
+    """A runner with its own blocks and state slots. `graphs`: None, or `RecordedGraphs`."""
 
     def __init__(
         self,
         model_type: str,
         buckets: Buckets,
-        graphs: CudaGraphs | None = None,
+        graphs: Any = None,
         loaded: LoadedModel | None = None,
     ) -> None:
         loaded = loaded or made(model_type)

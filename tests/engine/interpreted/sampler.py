@@ -120,8 +120,9 @@ def test_a_vocabulary_of_several_whole_tiles(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_that_fail() -> None:
     torch.manual_seed(3)
     rows = make_rows(6, random.Random(3), ["none", "top-k, top-p"])
-    for params in ({}, {"temperature": 0.0}):
-        rows.append(make_row(seed=1, allowed_token_ids=[7], banned_token_sequences=[[7]], **params))
+    for temperature in (1.0, 0.0):
+        banned: dict[str, Any] = {"allowed_token_ids": [7], "banned_token_sequences": [[7]]}
+        rows.append(make_row(seed=1, temperature=temperature, **banned))
     logits = torch.randn(8, 150)
     logits[1, 77], logits[2, 0], logits[3, 149], logits[4, 80] = math.nan, -math.nan, math.inf, -math.inf
     logits[5] = -math.inf

@@ -55,7 +55,7 @@ def test_trees_equal_the_hosts(max_nodes: list[int], depth: int, width: int, kin
 
         expected, levels = grow_trees(max_nodes, depth, width, after)
         growth = TreeGrowth(max_nodes, width, BLOCK, upload_to(CPU), by_kernels=True)
-        steps, paths = Steps(max_nodes, num_tables=1 + seed % 2), [[()] for _ in max_nodes]
+        steps, paths = Steps(max_nodes, num_tables=1 + seed % 2), [[Path()] for _ in max_nodes]
         newest: list[tuple[int, Path]] = [(tree, ()) for tree in range(count)]
         for number in range(min(depth - 1, max_nodes[0])):
             level = growth.grow(*best_after(newest, width, after))

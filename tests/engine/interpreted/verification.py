@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -148,9 +149,10 @@ def test_chains_known_only_to_the_device(rule: Verification) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_trees_known_only_to_the_device(rule: Verification) -> None:
     """They lie in the places of a larger tree. Places beyond their nodes are never accepted."""
+    sampled: list[dict[str, Any]] = [{"temperature": 0.0}, *[{"temperature": 1.5}] * 8, {}, {"top_k": 50}]
     found, expected = Batch(4), Batch(4)
     for batch in (found, expected):
-        for options in ({"temperature": 0.0}, *[{"temperature": 1.5}] * 8, {}, {"top_k": 50}):
+        for options in sampled:
             batch.add(options, len(TREE), parents=TREE, probes=[0b100000001, 0b1000000001])
             batch.add(options, 2)
     trees = [each.draft for each in found.sequences if each.draft and each.draft.parents]

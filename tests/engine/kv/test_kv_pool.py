@@ -157,7 +157,7 @@ def test_a_gpu_pool(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved * GIB)
-    options = {"gpu_memory_utilization": utilization, "kept_free": kept_free * GIB}
+    options: dict[str, Any] = {"gpu_memory_utilization": utilization, "kept_free": kept_free * GIB}
     assert blocks_for("cuda", **options) * 16 * 4096 == expected * GIB
 
 

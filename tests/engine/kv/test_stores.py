@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,7 @@ TOKENS = list(range(300))
 IDENTITIES = list(block_identities(ROOT, TOKENS, BLOCK))
 
 
-def manager_of(kind: Kind, num_blocks: int, tier: FakeTier | HostTier | None = None) -> BlockManager:
+def manager_of(kind: Kind, num_blocks: int, tier: Any = None) -> BlockManager:
     pool = FakePool(BLOCK, num_blocks, kind.state_blocks, UNIT if kind.state_blocks else 0)
     return BlockManager(pool, tier=tier, windows=kind.windows, most_rows=ROWS)
 
@@ -107,7 +108,8 @@ class Machine:
     def __init__(self, kind: Kind, seed: int, has_tier: bool) -> None:
         self.kind, self.rng = kind, random.Random(seed)
         self.content: list[list[object]] = [[None] * BLOCK for _ in range(kind.num_blocks)]
-        tier = HostTier(ListMemory(self.content, kind.host_blocks)) if has_tier else None
+        memory: Any = ListMemory(self.content, kind.host_blocks)
+        tier = HostTier(memory) if has_tier else None
         self.blocks = manager_of(kind, kind.num_blocks, tier)
         self.log, self.listener = self.blocks.watch(), Listener()
         self.texts = [[self.rng.randrange(9) for _ in range(420)] for _ in range(2)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,8 @@ class Rig:
         self.file = open_file(folder, BLOCK_BYTES, disk_slots)
         self.woken = threading.Event()
         self.disk = DiskTier(self.file, self.memory.buffer, self.woken.set)
-        self.host = HostTier(self.memory, self.disk)
+        memory: Any = self.memory
+        self.host = HostTier(memory, self.disk)
         self.log, self.listener = CacheLog([]), Listener()
         self.listener.held.update(self.host.contents())
         self.host.watch(self.log)
@@ -179,7 +181,8 @@ def test_a_fetch_takes_at_most_half_of_the_host(make_rig) -> None:
 
 
 def test_without_a_disk_nothing_is_waited_for() -> None:
-    tier = HostTier(PlainMemory(2, BLOCK_BYTES))
+    memory: Any = PlainMemory(2, BLOCK_BYTES)
+    tier = HostTier(memory)
     assert not tier.is_pending(tier.fetch(map(identity_of, range(3))))
     assert not any(name.startswith("kv_disk") for name in tier.totals())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -319,7 +320,7 @@ FULL, SLIDING = 0, 24
 LIKE = LayerShape(2, 8, 8)
 
 
-def divided(layer_windows: list[int], layers: list[LayerShape | int] | None = None) -> Group:
+def divided(layer_windows: list[int], layers: Sequence[LayerShape | int] | None = None) -> Group:
     return Group.of_layers(TARGET, layers or [LIKE] * len(layer_windows), torch.float32, layer_windows)
 
 

@@ -103,10 +103,15 @@ def test_weights_are_shared_only_for_the_same_files_and_configuration(tmp_path: 
     config = config_for(tmp_path)
     loaded = load_model(config)
     try:
-        changes = {"dtype": "bfloat16", "load_format": "auto", "compile": "on", "max_model_len": 64}
-        for other in ({name: value} for name, value in changes.items()):
+        changes: dict[str, Any] = {
+            "dtype": "bfloat16",
+            "load_format": "auto",
+            "compile": "on",
+            "max_model_len": 64,
+        }
+        for name, value in changes.items():
             keep_preloaded([(config, loaded)])
-            assert not is_preloaded(replace(config, **other))
+            assert not is_preloaded(replace(config, **{name: value}))
         assert load_model(config) is loaded
         assert load_model(config) is not loaded, "whoever has taken it may change it"
         keep_preloaded([(config, loaded)])

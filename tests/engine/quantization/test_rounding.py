@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_the_largest_fitting_group_is_chosen(format: CodeFormat, inputs: int, gr
     assert group_size(format, inputs) == group
 
 
-def config(folder: Path, quantization: str | None, dtype: str = "bfloat16") -> ServeConfig:
+def config(folder: Path, quantization: Any, dtype: Any = "bfloat16") -> ServeConfig:
     return ServeConfig(model=str(folder), device="cpu", dtype=dtype, quantization=quantization)
 
 

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ def masked_rows(vocab_size: int) -> list[SamplingRow]:
     """
     rows = make_rows(4 * len(FILTERS), random.Random(vocab_size))
     for number, row in enumerate(rows):
-        extra = {"logit_bias": {0: 3.0}, "frequency_penalty": 0.5} if number % 5 == 0 else {}
+        extra: dict[str, Any] = {"logit_bias": {0: 3.0}, "frequency_penalty": 0.5} if number % 5 == 0 else {}
         grammar = "a" if number % 3 else None
         filters = list(FILTERS.values())[number % len(FILTERS)]
         rows[number] = make_row(row.request_id, seed=number, grammar=grammar, **filters, **extra)
@@ -172,7 +173,7 @@ def engine() -> Engine:
     return tiny_engine(MODEL, max_model_len=256, max_num_seqs=4, kv_cache_memory_bytes=8 << 20)
 
 
-def ask(request_id: str, grammar: str, **sampling: object) -> EngineRequest:
+def ask(request_id: str, grammar: str, **sampling: Any) -> EngineRequest:
     params = SamplingParams(max_tokens=60, grammar=grammar, **sampling)
     return EngineRequest(request_id=request_id, prompt_token_ids=[5, 6, 7], sampling=params)
 
@@ -215,7 +216,7 @@ def test_other_requests_run_while_a_grammar_is_compiled(
     """A handed-over request waits for it as well."""
     compiling, threads, woken = threading.Event(), [], threading.Event()
 
-    def compiled(*args: object, **options: object) -> LLMatcher:
+    def compiled(*args: Any, **options: Any) -> LLMatcher:
         threads.append(threading.current_thread())
         assert compiling.wait(60)
         return LLMatcher(*args, **options)

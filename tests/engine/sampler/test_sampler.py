@@ -1,6 +1,7 @@
 """The sampler compared with its plain definition, and each parameter's own rules."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,12 @@ def test_an_eos_token_beyond_the_logits_harms_no_other_row():
 def test_several_positions_of_one_request_in_one_batch():
     """As in verification of drafts: each row has the output that precedes its token."""
     torch.manual_seed(7)
-    params = {"seed": 11, "repetition_penalty": 1.5, "frequency_penalty": 0.5, "temperature": 0.8}
+    params: dict[str, Any] = {
+        "seed": 11,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "temperature": 0.8,
+    }
     sampler = Sampler(40, "cpu", EOS)
     drafts = [5, 9, 5, 30]
     rows = [make_row("r", [1, 2], drafts[:i], **params) for i in range(5)]

@@ -43,7 +43,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_on_two_threads():
     torch.set_num_threads(2)
     try:
         sampler = Sampler(50_000, "cpu", [])
-        together = sampler.prompt_logprobs(logits, range(32), 2)
+        together = sampler.prompt_logprobs(logits, [*range(32)], 2)
         assert [*(sampler.prompt_logprobs(logits[i : i + 1], [i], 2)[0] for i in range(32))] == together
     finally:
         torch.set_num_threads(threads)

@@ -84,8 +84,9 @@ def test_it_is_the_largest_forwards_memory_and_lasting_memory(monkeypatch: pytes
         (2, 1, 0, 210),
         (2, 1, 7, 2010),
     ):
+        runner: Any = partial(Runner, memory=memory)
         taken = activation_bytes(
-            partial(Runner, memory=memory),
+            runner,
             layout,
             torch.device("cpu"),
             tokens,
@@ -202,7 +203,7 @@ class Machine:
         pass
 
 
-def measured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepWork, float]]:
+def measured(machine: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[StepWork, float]]:
     monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: machine.now))
     return measure_steps(machine, machine, max_sequences=8, max_chunk=512)
 

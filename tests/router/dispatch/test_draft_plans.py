@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from math import inf
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -262,11 +263,13 @@ def test_a_request_without_a_token_is_not_planned_again(make, pool):
 
 def test_the_batch_size_limits_the_counted_requests():
     config = ServeConfig(model="m", max_num_seqs=4)
-    planner = DraftPlanner(Core(config, None, None, Metrics("m", []), None), None)
+    unused: Any = None
+    planner = DraftPlanner(Core(config, unused, unused, Metrics("m", []), unused), unused)
 
     def rows(decoded: float) -> float:
         load = WorkerSnapshot("decode-0", ROLES["decode"].tasks, requests=9, rows=decoded)
-        return planner._target(SimpleNamespace(load=load, state=SimpleNamespace(speculation=None))).rows
+        worker: Any = SimpleNamespace(load=load, state=SimpleNamespace(speculation=None))
+        return planner._target(worker).rows
 
     assert [rows(3), rows(5)] == [3, 4]
 
@@ -326,8 +329,9 @@ def test_a_long_sweep_resumes_where_it_stopped(monkeypatch):
             looked_at.append(request)
 
     journal = [(name, None) for name in "abcde"]
-    source = SimpleNamespace(assigned=lambda: journal)
-    planner = Slow(Core(ServeConfig(model="m"), source, None, Metrics("m", []), None), None)
+    source: Any = SimpleNamespace(assigned=lambda: journal)
+    unused: Any = None
+    planner = Slow(Core(ServeConfig(model="m"), source, unused, Metrics("m", []), unused), unused)
     for _ in range(4):
         planner.sweep()
     assert "".join(looked_at) == "abcdeab"

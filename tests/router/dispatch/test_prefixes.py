@@ -33,7 +33,8 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def ask(prompt: list[int], salt: str = "", **sampling: Any) -> LiveRequest:
-    choice = Choice(0, Prompt(prompt), None)
+    detokenizer: Any = None
+    choice = Choice(0, Prompt(prompt), detokenizer)
     params = SamplingParams(max_tokens=1, **sampling)
     return Generation([(choice, params)], arrival=0.0, timeout_s=1.0, cache_salt=salt).requests[0]
 

@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -360,7 +361,7 @@ def test_any_notation_after_thoughts(model, marks, wanted):
 
 def test_tags_of_tokens_beside_tags_of_texts():
     model = model_of(True)
-    tokens = {text: model.fast.token_to_id(text) for text in ("<tool_call>", "</tool_call>")}
+    tokens: dict[str, Any] = {text: model.fast.token_to_id(text) for text in ("<tool_call>", "</tool_call>")}
     structures = [
         {"begin": "<tool_call>f", "schema": {"type": "integer"}, "end": "</tool_call>"},
         {"begin": "<g>", "schema": {"type": "boolean"}, "end": "</g>"},

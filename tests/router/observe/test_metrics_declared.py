@@ -6,6 +6,7 @@ import ast
 import re
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -114,7 +115,7 @@ def test_the_panels_of_vllms_dashboard_find_their_metrics(make_router):
 def test_an_endpoint_picker_reads_the_whole_servers_load(make_router):
     """It takes the first sample of each family, as the inference extension's model server protocol has it."""
 
-    def worker(role: str, live: bool = True, **load: int) -> SimpleNamespace:
+    def worker(role: str, live: bool = True, **load: Any) -> Any:
         state = WorkerState(worker_id=role, incarnation="a", role=role, total_blocks=100, **load)
         return SimpleNamespace(live=live, role=ROLES[role], state=state)
 

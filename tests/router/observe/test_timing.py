@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -146,7 +147,8 @@ def test_a_request_that_lost_its_worker_and_was_parked(make_router, pool):
 
 def test_workers_measurements_are_placed_between_their_tokens():
     """The first token came at 10 s, the decode worker's first at 13 s, the last at 20 s."""
-    choice = Choice(0, Prompt([1, 2, 3]), None)
+    detokenizer: Any = None
+    choice = Choice(0, Prompt([1, 2, 3]), detokenizer)
     generation = Generation([(choice, SamplingParams(max_tokens=9))], arrival=1.0, timeout_s=60)
     (request,) = generation.requests
     times, generation.started = request.times, 2.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from math import exp, inf, nan
+from typing import cast
 
 import pytest
 
@@ -81,7 +82,7 @@ class Simulated:
         """Return what one running request yields until the router's next look."""
         rate = next(self._rate(each) for each in self._options if each.place == expected.place)
         tokens = SWEEP_S * rate / self._rows * max(self._random.gauss(1, TEXTS), 0.1)
-        self.kind.note(expected, 0.0, tokens, self._rows, SWEEP_S)
+        self.kind.note(expected, 0.0, cast(int, tokens), self._rows, SWEEP_S)
 
     def _option(self, place: DraftPlace) -> DraftOption:
         return next(option for option in self._options if option.place == place)
@@ -130,6 +131,7 @@ def test_observations_while_requests_arrive_say_nothing_of_lower_loads():
     for _ in range(20):
         simulated.arrive(16)
         simulated.run(1.0)
+    assert simulated._place is not None
     assert simulated.kind.seen.correction(simulated._place, 1) == pytest.approx(1.0, abs=0.1)
     simulated.resize(1)
     assert simulated.run(4.0) >= 0.97

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from costs.drafting import TRIAL_SHARE
 from protocol.costs import StepCosts
 from protocol.errors import ConfigError
+from protocol.roles import Task
 from router.placement import RULES, placement_policy
 from router.placement.by_cost import cost, place_by_cost
 from router.placement.cluster import Cluster
@@ -90,7 +91,7 @@ def test_fallbacks(policy):
 
 
 def test_the_source_of_the_prefix_is_the_first_worker_unless_another_is_named():
-    workers = {"prefill": "p0", "decode": "d0"}
+    workers: dict[Task, str] = {"prefill": "p0", "decode": "d0"}
     assert Placement(workers).source == "p0"
     assert Placement(workers, prefix="p1").source == "p1"
 
@@ -245,6 +246,7 @@ def asked(workers: list[WorkerSnapshot], count: int, request: RequestFacts | Non
         answer = place_by_cost(request or facts(), cluster)
         assert isinstance(answer, Placement)
         worker = cluster.get(answer.workers["decode"])
+        assert worker is not None
         worker.last_placed = cluster.last_placed + 1
         cluster.put(worker)
         found[worker.worker_id] += 1

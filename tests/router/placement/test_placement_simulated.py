@@ -123,6 +123,7 @@ def test_a_decision_among_thousands_examines_a_few(policy):
             for _ in range(50):
                 placement, state = rule.place(request, cluster, state)
                 worker = cluster.get(placement.workers["decode"])
+                assert worker is not None
                 worker.requests += 1
                 cluster.put(worker)
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from router.text.chat_template import ChatTemplate, call_arguments
@@ -65,7 +67,7 @@ def test_calls_and_results_in_parts():
 @pytest.mark.parametrize("source", [PARTS, PLAIN])
 def test_a_message_is_continued(source, content):
     chat = [says("user", "x"), says("assistant", content)]
-    options = {"add_generation_prompt": False, "continue_final_message": True}
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
     assert of(source).render(chat, **options) == "[user]x[assistant]The fox"
 
 

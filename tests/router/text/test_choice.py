@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.config import ServeConfig
-from protocol.outputs import TokenLogprobs, TokenOutput
+from protocol.outputs import FinishReason, TokenLogprobs, TokenOutput
 from router.text.choice import Choice, Prompt
 from router.text.detokenizer import StopStringMatcher
 from router.text.tokenizer import Tokenizer
 
 
-def run(tokenizer: Tokenizer, steps: list[list[int]], finish: str = "length", **options):
+def run(tokenizer: Tokenizer, steps: list[list[int]], finish: FinishReason = "length", **options):
     """Return text, counted tokens and reasons, taking the news after every step."""
     choice = Choice(0, Prompt([5]), tokenizer.detokenizer([5]), keep_details=True, **options)
     text, token_ids, logprobs, offsets = "", [], [], []
