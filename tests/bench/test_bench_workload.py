@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,12 +75,12 @@ def test_trace_limit(trace_file):
 
 def test_synthetic_prompts():
     requests = synthetic(20, 50, 10, vocab_size=300, seed=5, prefix_len=8, range_ratio=0.5)
-    prompts = [r.prompt for r in requests]
+    prompts: list[Any] = [r.prompt for r in requests]
     assert len({tuple(p[:8]) for p in prompts}) == 1
     assert len({tuple(p[8:16]) for p in prompts}) == 20
     assert all(8 + 25 <= len(p) <= 8 + 75 for p in prompts) and len({len(p) for p in prompts}) > 3
     assert all(5 <= r.output_len <= 15 for r in requests)
-    assert min(map(min, prompts)) >= FIRST_ORDINARY_TOKEN and max(map(max, prompts)) < 300
+    assert all(FIRST_ORDINARY_TOKEN <= token < 300 for prompt in prompts for token in prompt)
     assert requests == synthetic(20, 50, 10, vocab_size=300, seed=5, prefix_len=8, range_ratio=0.5)
 
 

@@ -88,7 +88,8 @@ def test_prompts_share_prefixes_as_the_workload_says() -> None:
         assert len({tuple(prompt[: workload.shared]) for prompt in prompts}) == 1
         own = [tuple(prompt[workload.shared :]) for prompt in prompts]
         assert len({text[:16] for text in own}) > 95
-        arrivals = [request.arrival for request in load]
+        arrivals = [request.arrival for request in load if request.arrival is not None]
+        assert len(arrivals) == len(load)
         assert arrivals == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] <= 2.0
     assert len(Prompts(TEXTS, workload, 0, "", shares=True).load(rate=1.0, seconds=2.0)) == LEAST_REQUESTS
     with pytest.raises(ValueError, match="the workload chat needs 1024 tokens of text, got 1000"):

@@ -63,7 +63,7 @@ def write_gguf(
     }
     metadata = {f"{architecture}.{name}": value for name, value in told.items()}
     metadata |= {f"tokenizer.ggml.{name}": value for name, value in byte_level(config.vocab_size).items()}
-    tensors = dict(_tensors(architecture, model, kind)) | more
+    tensors = {**dict(_tensors(architecture, model, kind)), **more}
     tensors.pop(without, None)
     write_raw(path, architecture, metadata, tensors)
 
@@ -86,7 +86,7 @@ def write_raw(
 
 
 def _add(writer: GGUFWriter, name: str, value: Any) -> None:
-    adders = {
+    adders: dict[type, Any] = {
         bool: writer.add_bool,
         int: writer.add_uint32,
         float: writer.add_float32,

@@ -34,7 +34,7 @@ class RenderError(Exception):
 
 def render(values: Mapping[str, Any], upgrade: bool = False) -> list[Object]:
     """Return the objects that an installation with these values makes. Raises `RenderError`."""
-    command = [HELM, "template", "tandem", CHART, "--namespace", "serving", "--values", "-"]
+    command = [str(HELM), "template", "tandem", str(CHART), "--namespace", "serving", "--values", "-"]
     done = subprocess.run(
         [*command, *(["--is-upgrade"] if upgrade else [])],
         input=json.dumps(values),

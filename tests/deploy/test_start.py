@@ -27,10 +27,12 @@ class Started:
         return {"decode-0": {"device": "cpu, bfloat16", "forward": "native"}}
 
 
+STARTED: Any = Started()
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://[::1]:8443"])
 def test_the_last_line_names_the_api_and_the_playground(url: str) -> None:
-    routers: Any = Started()
-    last = announcement(ServeConfig(), routers, url, GenerationDefaults()).splitlines()[-1]
+    last = announcement(ServeConfig(), STARTED, url, GenerationDefaults()).splitlines()[-1]
     assert last.startswith(f"Listening on {url} ") and f" {url}/," in last
 
 
@@ -41,7 +43,7 @@ def test_the_start_says_how_to_turn_off_the_default_speculation(
     speculation: SpeculativeConfig | None,
 ) -> None:
     config = ServeConfig(speculative_config=speculation)
-    said = announcement(config, Started(), "http://a", GenerationDefaults()).splitlines()
+    said = announcement(config, STARTED, "http://a", GenerationDefaults()).splitlines()
     lines = [line for line in said if line.startswith("Speculates by suffix")]
     assert len(lines) == (speculation == DEFAULT_SPECULATION)
     for line in lines:

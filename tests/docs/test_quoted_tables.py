@@ -198,7 +198,7 @@ def test_pull_speeds_equal_the_profile() -> None:
 def test_what_paging_saves_equals_the_lesson() -> None:
     lesson = (ROOT / "labs/paged_scheduler.md").read_text()
     rows = {
-        name: re.search(rf"^{name} +(.*)$", lesson, re.MULTILINE)[1].split()
+        name: re.findall(rf"^{name} +(.*)$", lesson, re.MULTILINE)[0].split()
         for name in ("static", "continuous", "paged")
     }
     steps = {name: int(cells[1]) for name, cells in rows.items()}

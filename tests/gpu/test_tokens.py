@@ -29,7 +29,8 @@ CHUNK = 64
 LENGTHS = [1, 7, 16, 31, 48, CHUNK, 100, 3 * CHUNK]
 NUM_TOKENS = 20
 DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
-EAGER, MODULES = {"enforce_eager": True}, {"compile": "off"}
+EAGER: dict[str, Any] = {"enforce_eager": True}
+MODULES: dict[str, Any] = {"compile": "off"}
 drafts_too = pytest.mark.parametrize("drafts", [None, DRAFTS], ids=["decode rows", "drafts to verify"])
 sampled_too = pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=["greedy", "sampled"])
 

@@ -47,8 +47,8 @@ def fake_cuda_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     headers = Path(triton.origin).parent / "backends" / "nvidia" / "include"
     library = tmp_path_factory.mktemp("driver") / "libcuda.so"
     source = Path(__file__).parent / "fake_cuda.cpp"
-    command = ["g++", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{headers}", source]
-    subprocess.run([*command, "-o", library], check=True)
+    command = ["g++", "-std=c++17", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{headers}", str(source)]
+    subprocess.run([*command, "-o", str(library)], check=True)
     return library
 
 

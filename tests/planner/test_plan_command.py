@@ -7,6 +7,7 @@ import json
 import os
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -70,7 +71,7 @@ def test_paths_may_begin_in_the_home_folder(files, monkeypatch):
 
 
 def test_a_plan_that_cannot_be_shown_is_written(files):
-    options = {"trace": str(files / "trace.jsonl"), "profile": str(files / "profile.json")}
+    options: dict[str, Any] = {"trace": str(files / "trace.jsonl"), "profile": str(files / "profile.json")}
     options |= {"slo_ttft": 2.0, "slo_tpot": 0.05, "workers": 2, "output": str(files / "out")}
     options |= {"trace_scale_lengths": 1.0, "trace_speedup": 1.0}
 

@@ -170,7 +170,7 @@ def test_a_run_of_another_model_is_not_resumed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(folder / "model", tmp_path / "model")
-    monkeypatch.setattr(methods, "round_block", lambda *_: {}[""])
+    monkeypatch.setattr(methods, "round_block", lambda *_: dict[str, object]()[""])
     with pytest.raises(AssertionError, match="KeyError"):
         run(tmp_path, tmp_path / "out", "int8", **{"--data": folder / "text"})
     path = tmp_path / "model/model.safetensors"

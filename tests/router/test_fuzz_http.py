@@ -17,7 +17,7 @@ from router.responses.body import ResponseBody
 from tests.fuzzing import anything, damaged, fuzz
 from tests.router.router_clients import eventually, is_idle
 
-BODIES = {
+BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/completions": (CompletionBody, {"prompt": "hello", "max_tokens": 2}),
     "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
     "/v1/responses": (ResponseBody, {"input": "x", "max_output_tokens": 2}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import anthropic
 import pytest
@@ -127,7 +128,12 @@ def test_ignored_nested_fields_are_named(hermes, path):
     unseen = {"cache_control": {"type": "ephemeral"}, "citations": [1], "note": None, "parts": []}
     kind = "input_text" if path == "/v1/responses" else "text"
     message = {"role": "user", "content": [{"type": kind, "text": "x", "mood": "sad", **unseen}], "weight": 2}
-    tool = {"name": "f", "input_schema": {"type": "object", "mood": 1}, "examples": [1], **unseen}
+    tool: dict[str, Any] = {
+        "name": "f",
+        "input_schema": {"type": "object", "mood": 1},
+        "examples": [1],
+        **unseen,
+    }
     if path == "/v1/chat/completions":
         tool = {"type": "function", "function": {"name": "f", "examples": [1], **unseen}}
     elif path == "/v1/responses":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from typing import Any
 
 import httpx
 import openai
@@ -17,7 +18,7 @@ from router.responses.store import ResponseStore, StoredResponse
 from tests.router.router_clients import openai_client
 from tests.router.scripted import HERMES, NOW, PARIS, WEATHER, Scripted
 
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "name": "get_weather",

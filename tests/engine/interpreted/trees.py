@@ -149,7 +149,9 @@ def late_drafts(nodes: Tensor, max_nodes: Sequence[int]) -> list[Draft]:
         places = slice(tree * most, tree * most + len(names))
         draft.settle()
         masks, offsets = nodes[2, places].tolist(), late.depth_offsets(names).tolist()
-        assert [mask % (1 << 64) for mask in masks] == draft.masks()[1:]
+        settled = draft.masks()
+        assert settled is not None
+        assert [mask % (1 << 64) for mask in masks] == settled[1:]
         assert offsets[: draft.num_nodes] == [depth - 1 for depth in draft.depths()]
         assert offsets[draft.num_nodes :] == [0] * len(draft.probes)
     return drafts

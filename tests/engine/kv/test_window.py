@@ -33,7 +33,7 @@ BLOCK_BYTES = {"mistral": 3 * 2 * 16 * 2 * 16 * 4, "gemma3_text": 2 * 16 * 2 * 1
 """Bytes of a block. Mistral's three layers share one table. Gemma 3's three, of which one is full, have one
 each.
 """
-WINDOWS: dict[str, list[int | None]] = {"mistral": [WINDOW], "gemma3_text": [None, WINDOW, WINDOW]}
+WINDOWS: dict[str, list[Window | None]] = {"mistral": [WINDOW], "gemma3_text": [None, WINDOW, WINDOW]}
 BOUNDS: dict[str, dict[str, int]] = {
     "mistral": {"num_blocks": 64},
     "gemma3_text": {"num_blocks": 120, "max_model_len": 400},

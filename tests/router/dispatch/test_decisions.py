@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from protocol.worker_to_router import PairState
@@ -50,7 +52,7 @@ def test_a_decision_shows_its_predicted_costs_and_outcome(router):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_request_chooses_whether_it_is_split(router, path, split):
     make_pair(router)
-    said = {"input": "x"} if path == "/v1/responses" else {"prompt": "x"}
+    said: dict[str, Any] = {"input": "x"} if path == "/v1/responses" else {"prompt": "x"}
     said = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else said
     assert router.http.post(path, json={**said, "disaggregate": split}).status_code == 200
     (decision,) = decisions(router)
@@ -120,7 +122,7 @@ def test_requests_under_way_show_their_stage_and_workers(router, pool):
     lose(router, prefill)
     future = pool.submit(post, router, max_tokens=40)
 
-    def in_stage(stage: str) -> dict | None:
+    def in_stage(stage: str) -> Any:
         shown = router.http.get("/requests").json()
         assert sum(shown["stages"].values()) == len(shown["requests"]) <= 1
         return shown["requests"][0] if shown["stages"][stage] else None

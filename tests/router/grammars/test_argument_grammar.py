@@ -38,7 +38,7 @@ def closed(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-TREE = {
+TREE: dict[str, Any] = {
     "properties": {"n": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/T"}, {"type": "null"}]}}
 }
 TREE |= {"required": ["n"], "additionalProperties": False}

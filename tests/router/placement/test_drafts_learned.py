@@ -118,7 +118,9 @@ def test_a_place_that_becomes_worse_is_left_until_the_other_does_worse():
     """The draft worker's cores are taken away; later the decode worker becomes as slow."""
     simulated = Simulated(GPU_LIKE | {"level_s": 6e-3}, HOLDS, rows=2)
     slow = SHARED_CORES | {"local": 0.3}
-    for truth, where in ((HOLDS, "remote"), (SHARED_CORES, "local"), (slow, "remote")):
+    best: list[tuple[dict[DraftSite, float], DraftSite]]
+    best = [(HOLDS, "remote"), (SHARED_CORES, "local"), (slow, "remote")]
+    for truth, where in best:
         simulated.truth = truth
         simulated.run(40.0)
         simulated.seconds.clear()

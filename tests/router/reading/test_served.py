@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from protocol.errors import ConfigError
 from router.reading.prepared import FILE, GenerationDefaults, load_defaults
 
 GIVEN = {"temperature": 0.25, "top_p": 0.5, "top_k": 40, "min_p": 0.125, "repetition_penalty": 1.5}
-BODIES = {
+BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi", "max_tokens": 9},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 9},

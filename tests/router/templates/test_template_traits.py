@@ -23,7 +23,7 @@ PARTS_OF_USERS = (
 )
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 ALL = {"system", "user", "assistant", "tool"}
-CALL = {
+CALL: dict[str, Any] = {
     "role": "assistant",
     "content": None,
     "tool_calls": [
