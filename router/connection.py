@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.errors import ApiError
@@ -122,6 +123,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_silent = False
         self._keeps_alive = False
         self._in_head = False
+        self._asks_for_upgrade = False
         self._head_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -157,13 +159,33 @@ class HttpConnection(HttpToolsProtocol):
             self._is_silent = False
             return
         was_in_head = self._in_head
-        super().data_received(data)
+        self._parse(data)
         if was_in_head and self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_too_large(), "large_head")
         if self._deadline is None and not self._has_request and not self._discards:
             self._await_head()
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("the request is not HTTP/1.1 or HTTP/1.0")
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._asks_for_upgrade:
+                self._parse_without_upgrade(data[upgrade.args[0] :])
+
+    def _parse_without_upgrade(self, rest: bytes) -> None:
+        """Parse the request again as if it did not ask for another protocol, like Java's client for HTTP/2.
+        The parser takes the body for that protocol's.
+        """
+        line = (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        headers = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self._asks_for_upgrade = False
+        self.parser = httptools.HttpRequestParser(self)
+        self._parse(b"%b %b HTTP/%b\r\n%b\r\n" % (*line, b"".join(headers)) + rest)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -178,6 +200,9 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._asks_for_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._asks_for_upgrade:
+            return
         self._in_head = False
         self._cancel_deadline()
         self._all.idle.pop(self, None)
@@ -194,6 +219,8 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade:
+            return
         super().on_message_complete()
         if not self.cycle.response_started:
             self.cycle.keep_alive = self._keeps_alive

@@ -236,6 +236,8 @@ MIN_BYTES_PER_S = 64 * 1024
 """[bytes/s] Slowest accepted rate: received bytes extend the time limit by their time at this rate."""
 SMALL_BYTES = 64 * 1024
 """Largest body of an operator's request, which is decoded in the event loop."""
+_PLAIN = "identity"
+"""The only content encoding of bodies that are read."""
 MAX_BODIES = 16
 """Number of largest bodies that fit in memory at once."""
 
@@ -271,6 +273,10 @@ class PendingBodies:
             raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} s, {rate}") from None
 
     async def _read(self, request: Request, parts: list[bytes], most: int, limit: asyncio.Timeout) -> None:
+        encoding = request.headers.get("content-encoding", _PLAIN)
+        if encoding.lower() != _PLAIN:
+            message = f"content-encoding: {encoding[:64]!r} is not supported: send the body as it is"
+            raise ApiError(415, message, param="content-encoding", headers={"accept-encoding": _PLAIN})
         if int(request.headers.get("content-length", 0)) > most:
             raise self._too_large(most)
         received = 0

@@ -313,3 +313,45 @@ def test_a_connection_is_kept_if_the_body_came_in_parts(router):
             client.sendall(body[5:])
             status, headers = next_answer(client)
             assert status == 200 and headers.get("connection") != "close"
+
+
+UPGRADES = {
+    "HTTP/2": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: A\r\n",
+    "websocket": b"connection: upgrade\r\nupgrade: websocket\r\n",
+}
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+@pytest.mark.parametrize("in_parts", [False, True])
+@pytest.mark.parametrize("upgrade", UPGRADES)
+def test_an_upgrade_is_ignored_and_the_body_read(router, caplog, upgrade, in_parts, framing):
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    head, sent = b"content-length: %d\r\n" % len(body), body
+    if framing == "chunks":
+        head, sent = b"transfer-encoding: chunked\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    request = HEAD + UPGRADES[upgrade] + head + b"\r\n" + sent
+    parts = [request[:60], request[60:-5], request[-5:]] if in_parts else [request + request]
+    with connect(router) as client:
+        for part in parts * (2 if in_parts else 1):
+            client.sendall(part)
+        for _ in range(2):
+            status, headers = next_answer(client)
+            assert status == 200 and headers.get("connection") != "close"
+    assert not caplog.records
+
+
+def test_a_connect_request_is_refused(router):
+    with connect(router) as client:
+        client.sendall(b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\nmore")
+        assert next_answer(client)[0] in (400, 404, 405)
+    assert httpx.get(f"{router.url}/health", timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "x" * 100])
+def test_an_encoded_body_is_refused_by_name(router, encoding):
+    headers = {"content-encoding": encoding, "content-type": "application/json"}
+    answer = httpx.post(f"{router.url}/v1/completions", content=b"\x1f\x8b", headers=headers, timeout=60)
+    assert answer.status_code == 415
+    assert answer.json()["error"]["message"].startswith(
+        f"content-encoding: '{encoding[:64]}' is not supported"
+    )
