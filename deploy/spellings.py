@@ -130,6 +130,10 @@ def _translated(name: str, value: Any, source: str) -> Iterator[tuple[str, Any]]
     elif name == "speculative-config" and (fields := _object(value)):
         for each, content in fields.items():
             yield from _translated(f"{name}.{each}", content, f"{source}: {each}")
+    elif name == "kv-events-config" and isinstance(fields := _object(value), Mapping):
+        if fields.get("enable_kv_cache_events", True) and fields.get("publisher") != "null":
+            ours = {"enable_kv_cache_events": True, "publisher": "zmq"}
+            yield name, {each: content for each, content in fields.items() if ours.get(each) != content}
     elif name == "speculative-config.model" and value in ("ngram", "[ngram]"):
         yield "speculative-config.method", "ngram"
     elif name == "lora-modules" and isinstance(value, list):
