@@ -217,7 +217,7 @@ def test_each_field_of_each_endpoint_at_its_limit(server: StallServer) -> None:
     kinds = document["components"]["schemas"]
     stalls: dict[tuple[str, str, int], float] = {}
     for path, methods in document["paths"].items():
-        if "post" not in methods:
+        if "requestBody" not in methods.get("post", {}):
             continue
         schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
         fields = kinds[schema["$ref"].rpartition("/")[2]].get("properties", {})
@@ -375,9 +375,20 @@ def test_the_largest_bodies(tmp_path: Path) -> None:
         CHAT: b'{"messages":[%b]}' % b",".join([user] * (size // (len(user) + 1))),
         "/detokenize": b'{"tokens":[%b]}' % b",".join([b"1"] * (size // 2)),
     }
+    thought = {
+        "type": "reasoning",
+        "content": [{"type": "reasoning_text", "text": "x " * (size // 2 - 1024)}],
+    }
+    stored = {**NEEDED[RESPONSES], "input": [thought, {"role": "user", "content": "x"}]}
     server = StallServer(tmp_path)
     try:
         stalls = {path: server.stall_s(path, body) for path, body in bodies.items()}
+        answer = server.http.post(RESPONSES, json=stored)
+        assert answer.status_code == 200, answer.text
+        for view in ("", "/input_items"):
+            path = f"{RESPONSES}/{answer.json()['id']}{view}"
+            stalls[path] = server.stall_s(path, None)
+        stalls[RESPONSES] = server.stall_s(RESPONSES, msgspec.json.encode(stored))
     finally:
         server.close()
     assert {path: seconds for path, seconds in stalls.items() if seconds > MAX_STALL_S} == {}
