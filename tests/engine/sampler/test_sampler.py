@@ -99,7 +99,7 @@ def test_equal_values_are_filtered_alike():
 def test_an_eos_token_beyond_the_logits_harms_no_other_row():
     logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
     rows = [make_row("a", min_tokens=1, temperature=0.0), make_row("b", temperature=0.0)]
-    assert Sampler(2, "cpu", [3]).sample(logits, rows).token_ids == [1, 1]
+    assert Sampler(2, "cpu", [2, 3]).sample(logits, rows).token_ids == [1, 1]
 
 
 def test_several_positions_of_one_request_in_one_batch():

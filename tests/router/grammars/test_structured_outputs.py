@@ -139,6 +139,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "keyword": ({"type": "object", "not": {"type": "string"}}, "not"),
     "another": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     "leniently": ({"x-guidance": {"lenient": True}, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    "no options": ({"x-guidance": 1}, "x-guidance: must be an object"),
     "format": ({"type": "string", "format": "colour"}, "colour"),
     "type": ({"type": "colour"}, "colour"),
     "far away": ({"$ref": "http://example.com/schema"}, "example.com"),
