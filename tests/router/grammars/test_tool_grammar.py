@@ -298,6 +298,23 @@ def test_no_text_is_parsed_as_arguments_that_its_schema_refuses(model, schema, t
     assert not any(model.takes(grammar, call(text)) for text in refuses)
 
 
+def test_values_beside_strings_that_are_marked_as_such(model):
+    form, strings = TOOL_FORMATS["deepseek_v32"].forms[0][1], 'string="true">'
+    schema = {
+        "type": "object",
+        "properties": {"p": {"type": ["string", "null", "boolean"]}},
+        "required": ["p"],
+    }
+    grammar = tool_grammar(
+        form, [OfferedFunction("f", schema, True)], model.spelling, demanded=True, several=False
+    )
+    for value in (None, True, False, "x"):
+        text = block(form, ("f", json.dumps({"p": value})))
+        assert (strings in text) == isinstance(value, str)
+        assert model.takes(grammar, text)
+    assert not model.takes(grammar, block(form, ("f", '{"p": 1}')))
+
+
 REFUSED = {
     "properties.p.pattern: look-around": {"type": "string", "pattern": "(?=a)b"},
     "properties.p.pattern: its anchors": {"type": "string", "pattern": "^a|b$"},
