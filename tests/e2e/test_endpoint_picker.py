@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.environments import python_with
 from tests.e2e.serving import HttpServing
+from tests.engine.adapter_files import write_adapter
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["grpcio==1.85.3", "xds-protos==1.85.0", "httpx"]
@@ -38,9 +39,9 @@ class Gateway:
         assert process.stdin and process.stdout
         self.asked, self.answers = process.stdin, process.stdout
 
-    def ask(self, subset: list[str] | None = None) -> list[dict[str, Any]]:
+    def ask(self, subset: list[str] | None = None, model: str = "model") -> list[dict[str, Any]]:
         """Return the picker's answers to one request, until it was answered or refused."""
-        print(json.dumps({"body": {"model": "model"}, "subset": subset}), file=self.asked, flush=True)
+        print(json.dumps({"body": {"model": model}, "subset": subset}), file=self.asked, flush=True)
         answers: list[dict[str, Any]] = json.loads(self.answers.readline())
         return answers
 
@@ -68,7 +69,11 @@ def bodies(answers: list[dict[str, Any]], part: str) -> list[tuple[bytes, bool]]
 def test_the_least_loaded_server_is_picked_by_the_published_messages(folder: Path) -> None:
     python = python_with(PACKAGES)
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(HttpServing(folder, ONE, metric_names="vllm")) for _ in range(2)]
+        adapters = {"sql": str(write_adapter(folder, folder / "sql", 0))}
+        servers = [
+            stack.enter_context(HttpServing(folder, ONE, metric_names="vllm", **options))
+            for options in ({"enable_lora": True, "lora_modules": adapters, "compile": "off"}, {})
+        ]
         busy, idle = (server.url.removeprefix("http://") for server in servers)
         picker = stack.enter_context(
             running(python, ROOT / "examples" / "endpoint_picker.py", 0, busy, idle, "127.0.0.1:9")
@@ -91,6 +96,7 @@ def test_the_least_loaded_server_is_picked_by_the_published_messages(folder: Pat
         sender.start()
         assert answering.wait(60)
         servers[0].wait(lambda: chosen(gateway.ask()) == chosen(gateway.ask()) == idle)
+        assert chosen(gateway.ask(model="sql")) == busy, "where the adapter is"
         enough.set()
         answers = gateway.ask()
         parts = [next(iter(answer)) for answer in answers]
