@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -129,13 +130,24 @@ def whole_tokenizer(tokenizer_json: str, settings: Mapping[str, Any]) -> str:
         special = {token["content"] for token in head.added_tokens if token.get("special")}
         with_ids = _with_ids(settings)
         named = _named(settings, added | {token.content for token in with_ids})
-        wanted = [*with_ids, *named]
+        have_ids = [token for token in named if _may_have(tokenizer_json, token.content)]
+        wanted = [*with_ids, *have_ids]
         missing = [token for token in wanted if token.content not in (special if token.special else added)]
         if head.truncation is None and head.padding is None and not missing:
             return tokenizer_json
-        return _completed(tokenizer_json, with_ids, named)
+        return _completed(tokenizer_json, with_ids, have_ids)
     except Exception as error:  # tokenizers raises no narrower type
         raise ConfigError(f"--tokenizer: tokenizer.json is not usable: {error}") from error
+
+
+_NEEDLESS_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\(?:/|u(?!00[01]))")
+"""Matches an escape that JSON needs for no character; a text with one may spell a token in many ways."""
+
+
+def _may_have(tokenizer_json: str, token: str) -> bool:
+    """Return whether the text may have the token, without reading the vocabulary."""
+    is_spelled = json.dumps(token, ensure_ascii=False) in tokenizer_json
+    return is_spelled or _NEEDLESS_ESCAPE.search(tokenizer_json) is not None
 
 
 def _completed(tokenizer_json: str, with_ids: list[AddedToken], named: list[AddedToken]) -> str:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from checkpoints.tokenizer import whole_tokenizer
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.errors import ApiError
@@ -124,6 +125,21 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path, fast_tokenizer):
     fast.enable_padding(length=50)
     tokenizer = Tokenizer.load(save(tmp_path, fast))
     assert len(tokenizer.encode("the quick brown fox jumps over the lazy dog")) not in (3, 50)
+
+
+def test_a_special_token_without_an_id_leaves_the_file_as_it_is(fast_tokenizer):
+    whole = fast_tokenizer.to_str()
+    assert whole_tokenizer(whole, {"pad_token": "<nowhere>"}) is whole
+    with_backslash = whole.replace('"the"', r'"\\u"')
+    assert with_backslash != whole
+    assert whole_tokenizer(with_backslash, {"pad_token": "<nowhere>"}) is with_backslash
+
+
+@pytest.mark.parametrize("spelled", ["the", r"\u0074he", r"\u0074\u0068e"])
+def test_a_token_of_the_vocabulary_becomes_special_however_it_is_spelled(fast_tokenizer, spelled):
+    whole = whole_tokenizer(fast_tokenizer.to_str().replace('"the"', f'"{spelled}"'), {"eos_token": "the"})
+    added = {token["content"]: token for token in json.loads(whole)["added_tokens"]}
+    assert added["the"]["special"]
 
 
 @pytest.mark.parametrize(
