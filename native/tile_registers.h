@@ -101,6 +101,41 @@ inline void multiply_tiles(const void* a, int64_t a_bytes, const void* b, int64_
     }
 }
 
+// Loads a tile of first factors, whose rows lie `row_bytes` bytes apart.
+inline void load_rows(const void* from, int64_t row_bytes) { _tile_loadd(4, from, row_bytes); }
+
+// Adds the product of the loaded first factors with a tile of second ones to sum SUM.
+template <int SUM>
+inline void add_product(const void* from, int64_t row_bytes) {
+    if constexpr (SUM % 2) _tile_loadd(6, from, row_bytes);
+    else _tile_loadd(5, from, row_bytes);
+    if constexpr (SUM == 0) _tile_dpbf16ps(0, 4, 5);
+    if constexpr (SUM == 1) _tile_dpbf16ps(1, 4, 6);
+    if constexpr (SUM == 2) _tile_dpbf16ps(2, 4, 5);
+    if constexpr (SUM == 3) _tile_dpbf16ps(3, 4, 6);
+}
+
+// Stores sum SUM, and sets it to zero.
+template <int SUM>
+inline void take_sum(float* to, int64_t row_bytes) {
+    if constexpr (SUM == 0) {
+        _tile_stored(0, to, row_bytes);
+        _tile_zero(0);
+    }
+    if constexpr (SUM == 1) {
+        _tile_stored(1, to, row_bytes);
+        _tile_zero(1);
+    }
+    if constexpr (SUM == 2) {
+        _tile_stored(2, to, row_bytes);
+        _tile_zero(2);
+    }
+    if constexpr (SUM == 3) {
+        _tile_stored(3, to, row_bytes);
+        _tile_zero(3);
+    }
+}
+
 // The same for 16 rows, whatever the shape, by 16 columns: register 7 has the sums.
 inline void clear_sixteen() { _tile_zero(7); }
 inline void store_sixteen(float* to, int64_t row_bytes) { _tile_stored(7, to, row_bytes); }

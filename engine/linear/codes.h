@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -22,6 +23,7 @@ namespace {
 enum Format : int64_t { INT8, INT4, FP8, MXFP4 };  // in the order of Python's FORMATS
 
 constexpr int64_t WORDS = 2 * PANEL;  // words of a panel for 2 c inputs
+constexpr int64_t AHEAD = 1 << 13;    // prefetch distance of codes into the L2 cache, in words: 16 KiB
 
 inline uint16_t high_half(float value) {
     uint32_t bits;
@@ -34,8 +36,9 @@ template <class Codes, int K> constexpr int place = 16 * (K % 2) + 16 / Codes::C
 
 // Each format has: CODES, the number of codes in a word; value and values<I>, the bfloat16 value of the I-th code of
 // one word or of a vector of words; floats<K>, the float32 values for the K-th of 2 c inputs, from outputs' two words.
-// Quantized formats also have: UNIT, the factor from these values to the format's; and CENTER, the stored code whose
-// value is 0. Integer formats also have: SIGNS, the bits to flip for unsigned codes; and ZERO, the unsigned code of 0.
+// Quantized formats also have: UNIT, the factor from these values to the format's; CENTER, the stored code whose value
+// is 0; and OFFSET, the value of the code that stands for 0 without minima. Integer formats also have: SIGNS, the bits to
+// flip for unsigned codes; and ZERO, the unsigned code of 0.
 
 // bfloat16 weights, not quantized.
 struct Plain {
@@ -49,7 +52,7 @@ struct Plain {
 
 template <class Table> struct FourBits {
     static constexpr int CODES = 4;
-    static constexpr float UNIT = 1;
+    static constexpr float UNIT = 1, OFFSET = 0;
 
     static uint16_t value(uint16_t word, int i) { return Table::VALUES[word >> 4 * i & 15]; }
 #if defined(__AVX512BW__)
@@ -93,6 +96,26 @@ struct Int4 : FourBits<Int4> {  // -8 to 7
     }
 };
 
+// The same codes as numbers from 16 to 31: bfloat16 with one exponent, so that a code moves to its place without a table,
+// which takes Intel's CPUs three quarters of the time. The offset is taken from the sums with that of the minima.
+struct Int4Above16 {
+    static constexpr int CODES = 4;
+    static constexpr float UNIT = 1, CENTER = -16, OFFSET = 24;
+
+    static uint16_t value(uint16_t word, int i) { return uint16_t(0x4180 | (word >> 4 * i & 15) << 3); }
+    template <int K> static Vec floats(IntVec words) {
+        constexpr int LEFT = 19 - place<Int4Above16, K>;
+        return (Vec)(((LEFT < 0 ? words >> std::max(-LEFT, 0) : words << std::max(LEFT, 0)) & 0x780000) | 0x41800000);
+    }
+#if defined(__AVX512BW__)
+    template <int I> static __m512i values(__m512i words) {
+        constexpr int AND_OR = 0xea;  // a & b | c
+        const auto moved = I ? _mm512_srli_epi16(words, std::max(4 * I - 3, 0)) : _mm512_slli_epi16(words, 3);
+        return _mm512_ternarylogic_epi32(moved, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), AND_OR);
+    }
+#endif
+};
+
 struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negatives
     static constexpr float CENTER = 0;
     static constexpr uint16_t VALUES[] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
@@ -121,7 +144,7 @@ struct Mxfp4 : FourBits<Mxfp4> {  // 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their negat
 struct Int8 {
     static constexpr int CODES = 2;
     static constexpr int32_t SIGNS = int32_t(0x80808080), ZERO = 128;
-    static constexpr float UNIT = 0x1p-24f, CENTER = 0;
+    static constexpr float UNIT = 0x1p-24f, CENTER = 0, OFFSET = 0;
 
     static uint16_t value(uint16_t word, int i) { return high_half(float(int32_t(uint32_t(word >> 8 * i) << 24))); }
     template <int K> static Vec floats(IntVec words) {
@@ -152,7 +175,7 @@ struct Int8 {
 // the eight smallest are the shifted code XOR that offset; SMALL has these eight values' replacement of the offset.
 struct Fp8 {
     static constexpr int CODES = 2;
-    static constexpr float UNIT = 0x1p8f, CENTER = 0;
+    static constexpr float UNIT = 0x1p8f, CENTER = 0, OFFSET = 0;
     static constexpr uint16_t SMALL[] = {0x0000, 0x3710, 0x37a0, 0x37f0, 0x3840, 0x3870, 0x3820, 0x3810};
 
     static uint16_t value(uint16_t word, int i) {
@@ -228,5 +251,15 @@ template <class Codes> void expand(const uint16_t* words, uint16_t* to) {
         for (; j < WORDS; j++) part[j] = Codes::value(words[j], i());
     });
 }
+
+#if defined(__AVX512BF16__)
+// Expands the weights of 16 outputs for 32 inputs: [16 pairs of inputs][16 outputs][2].
+template <class Codes> [[gnu::always_inline]] inline void expand_tile(const uint16_t* words, uint16_t* to) {
+    for (int pair = 0; pair < 16; pair += Codes::CODES, words += WORDS, to += Codes::CODES * LINE_VALUES) {
+        __builtin_prefetch(words + AHEAD, 0, 2);
+        each_code<Codes>([&](auto i) { _mm512_storeu_si512(to + i() * LINE_VALUES, values<Codes, i()>(words)); });
+    }
+}
+#endif
 
 }  // namespace

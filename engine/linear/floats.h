@@ -23,6 +23,7 @@ template <class Value> class FloatTiles {
 
   public:
     using Input = float;
+    using Int4Codes = Int4;
     static constexpr bool EXPANDS = false, ROUNDS = false, TAKES_RUNS = false;
     static constexpr int64_t LONGEST_RUN = 128;  // each run's weights are prefetched once
     struct Registers {
@@ -151,7 +152,7 @@ template <class Value> class FloatTiles {
     static void add(const Run& run, int64_t row, int64_t n, Vec sums) {
         float* totals = run.totals + row * PANEL + n;
         Vec total = load(totals) + sums * run.scales.factors(n);
-        if (run.scales.have_minima()) total += run.scales.offsets(n) * run.input_sums[row * run.sums_stride];
+        if (run.scales.have_offsets()) total += run.scales.offsets(n) * run.input_sums[row * run.sums_stride];
         memcpy(totals, &total, sizeof total);
     }
 

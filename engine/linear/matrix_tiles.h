@@ -7,9 +7,13 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
+#include <memory>
+#include <utility>
 #include <vector>
 
+#include "../../native/cache_lines.h"
 #include "../../native/tile_registers.h"
+#include "codes.h"
 #include "one_row.h"
 #include "outputs.h"
 #include "product.h"
@@ -20,6 +24,7 @@ namespace {
 class MatrixTiles {
   public:
     using Input = uint16_t;
+    using Int4Codes = Int4Above16;
     static constexpr bool EXPANDS = false, ROUNDS = false, TAKES_RUNS = true;
     static constexpr int64_t FEW_ROWS = 16, LONGEST_RUN = INT64_MAX;
     static constexpr int DEPTH = 32;  // inputs multiplied at once
@@ -69,36 +74,41 @@ class MatrixTiles {
         put_tile(tiles - 1);
     }
 
-    // Computes one row with quantized weights, with the bits that `rows_of_runs` gives it.
-    template <class Codes> void row_of_codes(const Product& p, const Coded& w, int64_t row, int64_t panel) const {
-        one_row.panel_of_codes<Codes>(p, w, row, panel);
-    }
-
-    // Computes the same rows with quantized weights. weights(k) returns the panel's weights for the DEPTH inputs from k
-    // on. For FEW_ROWS it is called once for each, in ascending order, so that the CPU expands the next weights while
-    // it multiplies.
-    template <class Weights>
-    void rows_of_runs(const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel,
-                      const Weights& weights) const {
-        const int64_t K = p.in_features, whole = end_of_pairs(first, end);
-        const auto at = [&](int n) {
-            return [&, n](int64_t k) {
-                const uint16_t* of_step = weights(k);
-                tiles_will_load();
-                return of_step + 2 * n;
-            };
+    // Computes the same rows with quantized weights. For few rows the weights for the next DEPTH inputs are expanded
+    // while those before are multiplied; for more, the whole panel's first.
+    template <class Codes>
+    void rows_of_runs(const Product& p, const Coded& w, const Input* x, int64_t first, int64_t end, int64_t panel) {
+        if (end - first == 1) return one_row.panel_of_codes<Codes>(p, w, first, panel);
+        const int64_t K = p.in_features, steps = K / DEPTH;
+        const auto expand_into = [&](Weights& to, int64_t step, int column) {
+            expand_tile<Codes>(w.words + step * STEP / Codes::CODES + column * 2 * OUTPUTS, to[column][0]);
         };
-        for (int64_t row = first; row < whole; row += 2 * ROWS) {
+        if (end - first <= FEW_ROWS) {
+            auto& expanded = buffers->expanded;
+            for (int column = 0; column < 4; column++) expand_into(expanded[0], 0, column);
+            const Input* rows = inputs(p, x, first, first, end);
+            return add_runs<4>(*buffers, p, w, first, end, panel, 0, [&](int64_t step, auto tile) {
+                multiply_column<tile()>(rows + step * DEPTH, K, expanded[step % 2]);
+                if (step + 1 < steps) expand_into(expanded[(step + 1) % 2], step + 1, tile());
+            });
+        }
+        const auto weights = (Weights*)at_page(panel_weights, K * PANEL);
+        for (int64_t step = 0; step < steps; step++)
+            for (int column = 0; column < 4; column++) expand_into(weights[step], step, column);
+        const int64_t pairs_end = end_of_pairs(first, end);
+        for (int64_t row = first; row < pairs_end; row += 2 * ROWS) {
             const Input *upper = inputs(p, x, first, row, end), *lower = inputs(p, x, first, row + ROWS, end);
-            for (int n = 0; n < PANEL; n += 2 * OUTPUTS)
-                add_runs<2>(p, w, row, end, panel, n, [&](int64_t k, int64_t count) {
-                    two_by_two(upper, lower, K, k, count, at(n));
+            for (int column = 0; column < 4; column += 2)
+                add_runs<2>(*buffers, p, w, row, end, panel, column * OUTPUTS, [&](int64_t step, auto tile) {
+                    const Input* rows = tile() < 2 ? upper : lower;
+                    multiply_pair<tile()>(rows + step * DEPTH, K, weights[step] + column);
                 });
         }
-        if (whole < end)
-            add_runs<4>(p, w, whole, end, panel, 0, [&](int64_t k, int64_t count) {
-                one_by_four(inputs(p, x, first, whole, end), K, k, count, at(0));
-            });
+        if (pairs_end == end) return;
+        const Input* rows = inputs(p, x, first, pairs_end, end);
+        add_runs<4>(*buffers, p, w, pairs_end, end, panel, 0, [&](int64_t step, auto tile) {
+            multiply_column<tile()>(rows + step * DEPTH, K, weights[step]);
+        });
     }
 
   private:
@@ -108,8 +118,22 @@ class MatrixTiles {
     static constexpr int64_t LINES = STEP / LINE_VALUES;
     static constexpr int64_t L1_INPUTS = 192;  // a panel's weights for these take 24 KB
     static constexpr int64_t AHEAD = 3;  // prefetch distance for few rows, in steps
+    static constexpr size_t PAGE = 4096;
     using Tile = float[ROWS][OUTPUTS];
     using Sums = Tile[4];
+    using WeightTile = uint16_t[DEPTH / 2][2 * OUTPUTS];
+    using Weights = WeightTile[PANEL / OUTPUTS];  // a panel's weights for DEPTH inputs
+
+    // A CPU takes a load for one of a store before it if both are at the same place of a page, and waits. While a tile
+    // is at work, the last stores were to others, so what belongs to a tile is at the same places of all these pages.
+    struct alignas(PAGE) Buffers {
+        Sums totals, stored[2];
+        Weights expanded[2];
+    };
+
+    template <class Job> [[gnu::always_inline]] static inline void each_tile(const Job& job) {
+        each_of(job, std::make_integer_sequence<int, 4>{});
+    }
 
     // Computes the rows of one tile.
     void few_rows_of_panel(const Product& p, const Input* x, int64_t first, int64_t end, int64_t panel) {
@@ -126,7 +150,13 @@ class MatrixTiles {
 
     // Returns the end of the rows that are multiplied as pairs of tiles.
     static int64_t end_of_pairs(int64_t first, int64_t end) {
-        return first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS);
+        return std::min(first + (end - first + ROWS - 1) / (2 * ROWS) * (2 * ROWS), end);
+    }
+
+    // Returns room for `count` values from the begin of a page on.
+    static uint16_t* at_page(AlignedVector<uint16_t>& room, int64_t count) {
+        room.resize(count + PAGE / sizeof(uint16_t));
+        return (uint16_t*)(((uintptr_t)room.data() + PAGE - 1) / PAGE * PAGE);
     }
 
     const Input* inputs(const Product& p, const Input* x, int64_t first, int64_t row, int64_t end) const {
@@ -134,43 +164,50 @@ class MatrixTiles {
     }
 
     // Multiplies run by run, and adds up the scaled sums of four tiles, COLUMNS of them beside each other from output
-    // `n` of the panel on. The next run is multiplied before a run's stored tiles are read, and stored after that:
-    // of the orders measured, this is the fastest.
+    // `n` of the panel on. multiply(step, tile) adds to a tile's sums, one after the other in each step. Stored tiles can
+    // be read only late, so a run's sums are stored while the next is multiplied, and added one later.
     template <int COLUMNS, class Multiply>
-    static void add_runs(const Product& p, const Coded& w, int64_t row, int64_t end, int64_t panel, int n,
+    static void add_runs(Buffers& b, const Product& p, const Coded& w, int64_t row, int64_t end, int64_t panel, int n,
                          const Multiply& multiply) {
-        alignas(64) Sums totals = {}, sums;
-        for (int64_t i = 0; i <= w.runs; i++) {
-            if (i < w.runs) {
-                clear();
-                multiply(i * w.run, std::min(w.run, p.in_features - i * w.run));
-            }
-            if (i) add_run<COLUMNS>(w, i - 1, row, end, n, sums, totals);
-            if (i < w.runs) store(sums);
-        }
-        put<COLUMNS>(p, totals, row, end, panel * PANEL + n);
+        for (auto& totals : b.totals) memset(totals, 0, std::min<int64_t>(end - row, ROWS) * sizeof *totals);
+        clear();
+        int64_t step = 0;
+        for (int64_t run = 0; run < w.runs; run++)
+            for (const int64_t begin = step; step < begin + w.run / DEPTH; step++)
+                each_tile([&](auto tile) {
+                    if (step == begin && run > 1) add_run<COLUMNS>(b, w, run - 2, row, end, n, tile());
+                    if (step == begin && run) take_sum<tile()>(b.stored[(run - 1) % 2][tile()][0], sizeof **b.totals);
+                    multiply(step, tile);
+                });
+        each_tile([&](auto tile) {
+            if (w.runs > 1) add_run<COLUMNS>(b, w, w.runs - 2, row, end, n, tile());
+            take_sum<tile()>(b.stored[(w.runs - 1) % 2][tile()][0], sizeof **b.totals);
+        });
+        for (int tile = 0; tile < 4; tile++) add_run<COLUMNS>(b, w, w.runs - 1, row, end, n, tile);
+        put<COLUMNS>(p, b.totals, row, end, panel * PANEL + n);
     }
 
+    // Adds a run's scaled sums of a tile. A run is a group here. Inlined: a call clears the vector registers.
     template <int COLUMNS>
-    static void add_run(const Coded& w, int64_t run, int64_t row, int64_t end, int n, const Sums& sums, Sums& totals) {
-        for (int tile = 0; tile < 4; tile++) {
-            const int64_t from = row + tile / COLUMNS * ROWS, rows = std::min<int64_t>(end - from, ROWS);
-            const int64_t scale = run * w.run / w.group * PANEL + n + tile % COLUMNS * OUTPUTS;
-            const auto factors = (__m512)w.scales.factors(scale);
-            const auto offsets = w.scales.have_minima() ? (__m512)w.scales.offsets(scale) : _mm512_setzero_ps();
-            const float* input_sum = w.input_sums + from * w.runs + run;
-            const auto add = [&, have_minima = w.scales.have_minima(), runs = w.runs](int64_t r) {
-                const __m512 sum = _mm512_loadu_ps(sums[tile][r]);
-                __m512 total = _mm512_fmadd_ps(sum, factors, _mm512_loadu_ps(totals[tile][r]));
-                if (have_minima) total = _mm512_fmadd_ps(_mm512_set1_ps(input_sum[r * runs]), offsets, total);
-                _mm512_storeu_ps(totals[tile][r], total);
-            };
-            if (rows == ROWS) {
+    [[gnu::always_inline]] static inline void add_run(
+        Buffers& b, const Coded& w, int64_t run, int64_t row, int64_t end, int n, int tile) {
+        const int64_t from = row + tile / COLUMNS * ROWS, rows = std::min<int64_t>(end - from, ROWS);
+        const int64_t scale = run * PANEL + n + tile % COLUMNS * OUTPUTS;
+        const auto factors = (__m512)w.scales.factors(scale);
+        const auto offsets = w.scales.have_offsets() ? (__m512)w.scales.offsets(scale) : _mm512_setzero_ps();
+        const Tile& sums = b.stored[run % 2][tile];
+        Tile& totals = b.totals[tile];
+        const float* input_sum = w.input_sums + from * w.runs + run;
+        const auto add = [&, have_offsets = w.scales.have_offsets(), runs = w.runs](int64_t r) {
+            __m512 total = _mm512_fmadd_ps(_mm512_loadu_ps(sums[r]), factors, _mm512_loadu_ps(totals[r]));
+            if (have_offsets) total = _mm512_fmadd_ps(_mm512_set1_ps(input_sum[r * runs]), offsets, total);
+            _mm512_storeu_ps(totals[r], total);
+        };
+        if (rows == ROWS) {
 #pragma GCC unroll 16
-                for (int64_t r = 0; r < ROWS; r++) add(r);
-            } else {
-                for (int64_t r = 0; r < rows; r++) add(r);
-            }
+            for (int64_t r = 0; r < ROWS; r++) add(r);
+        } else {
+            for (int64_t r = 0; r < rows; r++) add(r);
         }
     }
 
@@ -192,19 +229,21 @@ class MatrixTiles {
             multiply_tiles<4>(x + k, stride * sizeof(Input), weights(k), STRIDE);
     }
 
-    // Multiplies 32 rows, 16 in `upper` and 16 in `lower`, by 32 outputs.
-    template <class Weights>
-    static void two_by_two(
-        const Input* upper, const Input* lower, int64_t stride, int64_t begin, int64_t count, const Weights& weights) {
-        for (int64_t k = begin; k < begin + count; k += DEPTH) {
-            const uint16_t* w = weights(k);
-            _tile_loadd(4, upper + k, stride * sizeof(Input));
-            _tile_loadd(5, w, STRIDE);
-            _tile_dpbf16ps(0, 4, 5);
-            _tile_loadd(6, w + 2 * OUTPUTS, STRIDE);
-            _tile_dpbf16ps(1, 4, 6);
-            _tile_loadd(7, lower + k, stride * sizeof(Input));
+    // Multiplies a tile of rows by tile COLUMN of `weights`, after the tiles before it.
+    template <int COLUMN> static void multiply_column(const Input* x, int64_t stride, const WeightTile* weights) {
+        if (!COLUMN) load_rows(x, stride * sizeof(Input));
+        tiles_will_load();
+        add_product<COLUMN>(weights[COLUMN], sizeof *weights[COLUMN]);
+    }
+
+    // Multiplies two tiles of rows by two of weights: first the upper rows (TILE is 0 or 1), then the lower (2 or 3).
+    template <int TILE> static void multiply_pair(const Input* x, int64_t stride, const WeightTile* weights) {
+        if constexpr (TILE < 2) {
+            multiply_column<TILE>(x, stride, weights);
+        } else if constexpr (TILE == 2) {
+            _tile_loadd(7, x, stride * sizeof(Input));
             _tile_dpbf16ps(2, 7, 5);
+        } else {
             _tile_dpbf16ps(3, 7, 6);
         }
     }
@@ -214,6 +253,8 @@ class MatrixTiles {
     static void store(Sums& sums) { store_sums<4>(sums[0][0], ROWS * OUTPUTS, OUTPUTS * sizeof(float)); }
 
     alignas(64) Sums sums[BLOCK_ROWS / ROWS];
+    const std::unique_ptr<Buffers> buffers = std::make_unique<Buffers>();
+    AlignedVector<uint16_t> panel_weights;
     OneRow one_row;
     std::vector<Input> last_rows;  // inputs of an incomplete tile, followed by rows that are ignored
 };

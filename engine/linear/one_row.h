@@ -44,7 +44,7 @@ class OneRow {
             for (int v = 0; v < VECTORS; v++) {
                 const int64_t scale = k / w.group * PANEL + v * LANES;
                 totals[v] = fused(sums[v], w.scales.factors(scale), totals[v]);
-                if (w.scales.have_minima())
+                if (w.scales.have_offsets())
                     totals[v] = fused(splat(w.input_sums[row * w.runs + i]), w.scales.offsets(scale), totals[v]);
             }
         }

@@ -17,6 +17,7 @@ namespace {
 class Pairs {
   public:
     using Input = uint16_t;
+    using Int4Codes = Int4;
     static constexpr bool EXPANDS = true, ROUNDS = false;
     static constexpr int64_t FEW_ROWS = 48;  // for more rows, expanding a whole panel first is faster
     static constexpr int64_t LONGEST_RUN = 128;
@@ -94,10 +95,10 @@ class Pairs {
         for (int i = 0; i < VECTORS; i++) {
             const int64_t n = first + i * Outputs::COUNT;
             const auto factors = (__m512)w.scales.factors(n);
-            const auto offsets = w.scales.have_minima() ? (__m512)w.scales.offsets(n) : _mm512_setzero_ps();
+            const auto offsets = w.scales.have_offsets() ? (__m512)w.scales.offsets(n) : _mm512_setzero_ps();
             for (int r = 0; r < ROWS; r++) {
                 totals[r][i] = _mm512_fmadd_ps(sums[r][i], factors, totals[r][i]);
-                if (w.scales.have_minima())
+                if (w.scales.have_offsets())
                     totals[r][i] = _mm512_fmadd_ps(_mm512_set1_ps(input_sums[r * w.runs]), offsets, totals[r][i]);
             }
         }

@@ -34,7 +34,7 @@ struct Quantized {
 
 // Returns the scales of the first panel.
 template <class Codes> Scales scales_of(const Quantized& q, float unit = Codes::UNIT) {
-    return {q.scales, q.minima, q.scale_bytes, unit, Codes::CENTER};
+    return {q.scales, q.minima, q.scale_bytes, unit, Codes::CENTER, Codes::OFFSET};
 }
 
 // Writes one output's INT8 weights, rounded to bfloat16.
@@ -88,8 +88,6 @@ struct Inputs {
     static constexpr int64_t ROWS_AT_ONCE = 16;
 };
 
-constexpr int64_t AHEAD = 1 << 13;  // prefetch distance of codes into the L2 cache, in words: 16 KiB
-
 // Expands the weights for inputs [k, k + count).
 template <class Codes> void expand(const Coded& w, int64_t k, int64_t count, uint16_t* to) {
     const uint16_t* words = w.words + k * (PANEL / Codes::CODES);
@@ -128,26 +126,6 @@ void rows_of_expanded(Floats& tiles, const Product& p, const Coded& w, const Flo
     tiles.put_totals(p, totals, first, end, panel);
 }
 
-// Computes the same rows with tiles that take all runs of a panel; one row needs no expanded weights. For many rows
-// the panel's weights are expanded first, for few those of a step just before the step before it is multiplied, so
-// that they have reached the cache when they are loaded.
-template <class Codes, class Tiles>
-void rows_of_runs(Tiles& tiles, const Product& p, const Coded& w, const typename Tiles::Input* inputs, int64_t first,
-                  int64_t end, int64_t panel) {
-    if (end - first == 1) return tiles.template row_of_codes<Codes>(p, w, first, panel);
-    const int64_t K = p.in_features;
-    const bool are_few = end - first <= Tiles::FEW_ROWS;
-    uint16_t* expanded = room(are_few ? SLICE : K);
-    const auto place_of = [&](int64_t k) { return expanded + k % SLICE * PANEL; };
-    expand<Codes>(w, 0, are_few ? Tiles::DEPTH : K, expanded);
-    tiles.rows_of_runs(p, w, inputs, first, end, panel, [&](int64_t k) {
-        if (!are_few) return expanded + k * PANEL;
-        const int64_t next = k + Tiles::DEPTH;
-        if (next < K) expand<Codes>(w, next, Tiles::DEPTH, place_of(next));
-        return place_of(k);
-    });
-}
-
 // Computes the same rows with tiles that can expand weights in registers, which they do for few rows.
 template <class Codes, class Tiles>
 void rows_of_codes(Tiles& tiles, const Product& p, Coded w, const typename Tiles::Input* inputs,
@@ -166,16 +144,16 @@ void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows
     const int64_t groups = K / q.group, runs = (K + run - 1) / run;
     thread_local Inputs prepared;
     x = prepared.order(x, q, rows);
-    if (q.minima && !Tiles::ROUNDS) prepared.add_up(x, q, rows, run, runs, most_threads, parallel);
+    const Scales scales = scales_of<Codes>(q, Tiles::ROUNDS ? 1 : Codes::UNIT);
+    if (scales.have_offsets() && !Tiles::ROUNDS) prepared.add_up(x, q, rows, run, runs, most_threads, parallel);
     const float* input_sums = prepared.sums.data();
     const Product p{x, nullptr, q.bias, out, rows, K, q.out_features, run};
-    const Scales scales = scales_of<Codes>(q, Tiles::ROUNDS ? 1 : Codes::UNIT);
     each_panel<Tiles>(p, most_threads, parallel, [&](auto& tiles, const auto* inputs, int64_t first, int64_t end, int64_t panel) {
         const Coded w{q.words + panel * K * (PANEL / Codes::CODES), scales.from(panel * groups * PANEL), input_sums,
                       q.group, run, runs};
         if constexpr (Tiles::ROUNDS) tiles.rows_of_codes(p, w, inputs, first, end, panel);
         else if constexpr (Tiles::EXPANDS) rows_of_codes<Codes>(tiles, p, w, inputs, first, end, panel);
-        else if constexpr (Tiles::TAKES_RUNS) rows_of_runs<Codes>(tiles, p, w, inputs, first, end, panel);
+        else if constexpr (Tiles::TAKES_RUNS) tiles.template rows_of_runs<Codes>(p, w, inputs, first, end, panel);
         else rows_of_expanded<Codes>(tiles, p, w, inputs, first, end, panel);
     });
 }
@@ -184,7 +162,7 @@ template <class Tiles>
 void multiply(const uint16_t* x, const Quantized& q, uint16_t* out, int64_t rows, int64_t most_threads, Parallel parallel) {
     switch (q.format) {
         case INT8: return multiply<Tiles, Int8>(x, q, out, rows, most_threads, parallel);
-        case INT4: return multiply<Tiles, Int4>(x, q, out, rows, most_threads, parallel);
+        case INT4: return multiply<Tiles, typename Tiles::Int4Codes>(x, q, out, rows, most_threads, parallel);
         case FP8: return multiply<Tiles, Fp8>(x, q, out, rows, most_threads, parallel);
         case MXFP4: return multiply<Tiles, Mxfp4>(x, q, out, rows, most_threads, parallel);
     }

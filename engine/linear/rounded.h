@@ -220,11 +220,11 @@ template <class Dot, class Codes> class Rounded {
                     const int n = part + v * LANES;
                     const int64_t scale = k / w.group * PANEL + n;
                     const Vec factors = w.scales.factors(scale);
-                    const Vec offsets = w.scales.have_minima() ? w.scales.offsets(scale) : Vec{};
+                    const Vec offsets = w.scales.have_offsets() ? w.scales.offsets(scale) : Vec{};
                     for (int r = 0; r < ROWS; r++) {
                         const float unit = input_units[r * w.runs + i];
                         Vec total = fused(__builtin_convertvector(products[r][v], Vec) * unit, factors, load(totals[r] + n));
-                        if (w.scales.have_minima()) total = fused(offsets, splat(float(input_sums[r * w.runs + i]) * unit), total);
+                        if (w.scales.have_offsets()) total = fused(offsets, splat(float(input_sums[r * w.runs + i]) * unit), total);
                         store(totals[r] + n, total);
                     }
                 }

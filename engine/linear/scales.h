@@ -36,20 +36,21 @@ inline Vec widen_halves(const uint16_t* from) {
 
 class Scales {
   public:
-    // `values` and `minima` are [group][64], each of `bytes` bytes; `minima` is null for none. `unit` and `center` are
-    // the UNIT and the CENTER of the codes' format.
-    Scales(const char* values, const char* minima, int64_t bytes, float unit, float center)
-        : values(values), minima(minima), bytes(bytes), unit(unit), center(center) {}
+    // `values` and `minima` are [group][64], each of `bytes` bytes; `minima` is null for none. The others are the UNIT,
+    // the CENTER and the OFFSET of the codes' format.
+    Scales(const char* values, const char* minima, int64_t bytes, float unit, float center, float offset)
+        : values(values), minima(minima), bytes(bytes), unit(unit), center(center), offset(offset) {}
 
     // Returns the scales and minima without the first `n`.
     Scales from(int64_t n) const {
-        return {values + n * bytes, minima ? minima + n * bytes : nullptr, bytes, unit, center};
+        return {values + n * bytes, minima ? minima + n * bytes : nullptr, bytes, unit, center, offset};
     }
 
-    bool have_minima() const { return minima; }
+    // Returns whether `offsets` are not all 0.
+    bool have_offsets() const { return minima || offset; }
 
     // Returns, for LANES outputs from `n` on, the factors of the sums of the kernel's values times inputs.
-    Vec factors(int64_t n) const { return load_from(values, n) * unit; }
+    [[gnu::always_inline]] Vec factors(int64_t n) const { return load_from(values, n) * unit; }
 
     // Returns the scale of output `n`.
     float scale(int64_t n) const {
@@ -57,16 +58,19 @@ class Scales {
     }
 
     // Returns, for the same outputs, the factors of the sum of inputs: the values of code CENTER.
-    Vec offsets(int64_t n) const { return fused(load_from(values, n), splat(center), load_from(minima, n)); }
+    [[gnu::always_inline]] Vec offsets(int64_t n) const {
+        const Vec scales = load_from(values, n);
+        return minima ? fused(scales, splat(center), load_from(minima, n)) : scales * -offset;
+    }
 
   private:
-    Vec load_from(const char* from, int64_t n) const {
+    [[gnu::always_inline]] Vec load_from(const char* from, int64_t n) const {
         return bytes == 2 ? widen_halves((const uint16_t*)from + n) : load((const float*)from + n);
     }
 
     const char *values, *minima;
     int64_t bytes;
-    float unit, center;
+    float unit, center, offset;
 };
 
 }  // namespace
