@@ -25,7 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from native.ownership import cache_dir, check_own, locked, own_folder
+from native.ownership import CACHE_VARIABLE, cache_dir, check_own, locked, own_folder
 from native.structs import prototypes
 
 logger = logging.getLogger("tandem.native")
@@ -133,7 +133,7 @@ def _build(sources: Sequence[Path]) -> list[Path]:
         for library in libraries:
             check_own(library)
     except OSError as error:
-        raise BuildError(f"cache directory {folder}: {error}") from error
+        raise BuildError(f"cache directory {folder} ({CACHE_VARIABLE}): {error}") from error
     return libraries
 
 

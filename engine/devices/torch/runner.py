@@ -26,6 +26,7 @@ from engine.lora.layers import Addition, attach, begin_step, groups_of
 from engine.lora.table import Adapters
 from engine.phases import phase
 from native.build import own_inductor_cache
+from native.ownership import CACHE_VARIABLE
 from protocol.errors import ConfigError
 
 LAYER_S = 3
@@ -285,7 +286,7 @@ def _choose(mode: str, device: torch.device, forward: TorchForward) -> tuple[boo
     try:
         own_inductor_cache()
     except OSError as error:
-        return False, f"eager (nowhere to compile: {error})"
+        return False, f"eager (nowhere to compile, see {CACHE_VARIABLE}: {error})"
     return True, f"torch.compile with packed weights ({compiler})"
 
 
