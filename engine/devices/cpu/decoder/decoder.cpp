@@ -26,7 +26,7 @@
 
 namespace {
 
-constexpr int64_t SERIAL_PRODUCTS = 1 << 22;  // fewest multiplications in a forward that are worth several threads
+constexpr int64_t SERIAL_PRODUCTS = 3 << 20;  // fewest multiplications in a forward that are worth several threads
 
 class Decoder : Work {
   public:
