@@ -131,7 +131,7 @@ class HeadDrafter(DraftKvDrafter):
             features += [piece.cut() for piece in known.features]
             known.features = []
             known.written = len(sequence.token_ids)
-        return batch, torch.cat(features) if len(features) > 1 else features[0]
+        return batch, _joined(features)
 
     def _give_carried(self, sequences: Iterable[SequenceState]) -> None:
         """Set the inputs of further heads for the rows after those that they have run of these sequences."""
@@ -155,10 +155,10 @@ class HeadDrafter(DraftKvDrafter):
             start, end = known.written, known.end - 1
             token_ids, tables = sequence.token_ids[start:end], sequence.held.blocks
             batch.append(SequenceRows(token_ids, start, tables, first_key=known.first))
-            features.append(torch.cat([piece.cut() for piece in known.features])[:-1])
+            features.append(_joined([piece.cut() for piece in known.features])[:-1])
             known.written, known.features = end, [known.features[-1].newest()]
         self._give_carried(waiting)
-        self._runner.run(Step(batch, [], hidden=self._combine(torch.cat(features))))
+        self._runner.run(Step(batch, [], hidden=self._combine(_joined(features))))
         self._take_carried(waiting)
 
     def begin(self, sequence: SequenceState, num_drafted: int, feature: Tensor | None) -> None:
@@ -285,6 +285,11 @@ class SeveralHeads(Runner):
             elif first == last:
                 after[-1] = output.hidden
         return ForwardOutput(logits, torch.cat(after, dim=1))
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Concatenate pieces. Torch would copy a single one, on all threads, which may have no core now."""
+    return torch.cat([*pieces]) if len(pieces) > 1 else pieces[0]
 
 
 def _shifted(rows: SequenceRows, number: int, before: Tensor, states: Tensor) -> Tensor:
