@@ -104,8 +104,13 @@ struct Int4Above16 {
 
     static uint16_t value(uint16_t word, int i) { return uint16_t(0x4180 | (word >> 4 * i & 15) << 3); }
     template <int K> static Vec floats(IntVec words) {
+#if defined(__AVX512F__)  // a table, since the units for masks multiply, too
+        constexpr Vec TABLE = {16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
+        return (Vec)_mm512_permutexvar_ps((__m512i)(words >> place<Int4Above16, K>), (__m512)TABLE);
+#else
         constexpr int LEFT = 19 - place<Int4Above16, K>;
         return (Vec)(((LEFT < 0 ? words >> std::max(-LEFT, 0) : words << std::max(LEFT, 0)) & 0x780000) | 0x41800000);
+#endif
     }
 #if defined(__AVX512BW__)
     template <int I> static __m512i values(__m512i words) {
