@@ -1,11 +1,12 @@
 """An endpoint picker: a gateway asks it which of several Tandem servers answers a request.
 
     pip install grpcio xds-protos httpx
-    python examples/endpoint_picker.py 9002 10.0.0.1:8000 10.0.0.2:8000
+    python examples/endpoint_picker.py 127.0.0.1:9002 10.0.0.1:8000 10.0.0.2:8000
 
-The servers run with `--metric-names vllm`. Envoy, which most gateways are, asks by its ext_proc protocol,
-with bodies in the mode FULL_DUPLEX_STREAMED, and gets its answer by the endpoint picker protocol of the
-Gateway API's inference extension. That project's picker does more; this one shows what one reads of Tandem.
+The first address is the picker's own, which a gateway asks without TLS. The servers run with `--metric-names
+vllm`. Envoy, which most gateways are, asks by its ext_proc protocol, with bodies in the mode
+FULL_DUPLEX_STREAMED, and gets its answer by the endpoint picker protocol of the Gateway API's inference
+extension. That project's picker does more; this one shows what one reads of Tandem.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Picker(ext_proc_grpc.ExternalProcessorServicer):
         self, messages: AsyncIterator[ext_proc.ProcessingRequest], context: object
     ) -> AsyncIterator[ext_proc.ProcessingResponse]:
         """Answer Envoy's messages on one HTTP request. The request's headers wait for its body, which names
-        the model; all else goes on unchanged.
+        the model; all else goes on unchanged. Before trailers no part says that it is the last one.
         """
         among, chunks = None, []
         async for message in messages:
@@ -87,7 +88,9 @@ class Picker(ext_proc_grpc.ExternalProcessorServicer):
                 among = subset(message)
             if part == "request_body":
                 chunks.append(message.request_body)
-            if part in ("request_headers", "request_body") and getattr(message, part).end_of_stream:
+            if part == "request_trailers" or (
+                part in ("request_headers", "request_body") and getattr(message, part).end_of_stream
+            ):
                 chosen = self.pick(model_of(b"".join(chunk.body for chunk in chunks)), among)
                 if chosen is None:
                     yield refusal()
@@ -99,6 +102,8 @@ class Picker(ext_proc_grpc.ExternalProcessorServicer):
                 yield ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse())
             elif part == "response_body":
                 yield ext_proc.ProcessingResponse(response_body=unchanged(message.response_body))
+            if part in ("request_trailers", "response_trailers"):
+                yield ext_proc.ProcessingResponse(**{part: ext_proc.TrailersResponse()})
 
 
 def subset(message: ext_proc.ProcessingRequest) -> list[str] | None:
@@ -111,7 +116,7 @@ def subset(message: ext_proc.ProcessingRequest) -> list[str] | None:
 def model_of(body: bytes) -> str:
     try:
         return str(json.loads(body)["model"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return ""  # any server says what is wrong with it
 
 
@@ -142,10 +147,10 @@ def unchanged(chunk: ext_proc.HttpBody) -> ext_proc.BodyResponse:
 
 
 async def main() -> None:
-    port, *endpoints = sys.argv[1:]
+    address, *endpoints = sys.argv[1:]
     picker, server = Picker(), grpc.aio.server()
     ext_proc_grpc.add_ExternalProcessorServicer_to_server(picker, server)
-    print("picking on port", server.add_insecure_port(f"127.0.0.1:{port}"), flush=True)
+    print("picking on port", server.add_insecure_port(address), flush=True)
     await server.start()
     await asyncio.gather(*map(picker.watch, endpoints))
 

@@ -22,6 +22,7 @@ PACKAGES = ["grpcio==1.85.3", "xds-protos==1.85.0", "httpx"]
 GATEWAY = Path(__file__).with_name("clients") / "gateway.py"
 ONE = {"decode-0": ""}
 DESTINATION = "x-gateway-destination-endpoint"
+DEAD = "127.0.0.1:9"
 
 
 @contextlib.contextmanager
@@ -39,9 +40,12 @@ class Gateway:
         assert process.stdin and process.stdout
         self.asked, self.answers = process.stdin, process.stdout
 
-    def ask(self, subset: list[str] | None = None, model: str = "model") -> list[dict[str, Any]]:
+    def ask(
+        self, subset: list[str] | None = None, model: str = "model", trailers: bool = False
+    ) -> list[dict[str, Any]]:
         """Return the picker's answers to one request, until it was answered or refused."""
-        print(json.dumps({"body": {"model": model}, "subset": subset}), file=self.asked, flush=True)
+        request = {"body": {"model": model}, "subset": subset, "trailers": trailers}
+        print(json.dumps(request), file=self.asked, flush=True)
         answers: list[dict[str, Any]] = json.loads(self.answers.readline())
         return answers
 
@@ -76,7 +80,7 @@ def test_the_least_loaded_server_is_picked_by_the_published_messages(folder: Pat
         ]
         busy, idle = (server.url.removeprefix("http://") for server in servers)
         picker = stack.enter_context(
-            running(python, ROOT / "examples" / "endpoint_picker.py", 0, busy, idle, "127.0.0.1:9")
+            running(python, ROOT / "examples" / "endpoint_picker.py", "127.0.0.1:0", busy, idle, DEAD)
         )
         assert picker.stdout
         port = picker.stdout.readline().split()[-1]
@@ -98,13 +102,15 @@ def test_the_least_loaded_server_is_picked_by_the_published_messages(folder: Pat
         servers[0].wait(lambda: chosen(gateway.ask()) == chosen(gateway.ask()) == idle)
         assert chosen(gateway.ask(model="sql")) == busy, "where the adapter is"
         enough.set()
-        answers = gateway.ask()
-        parts = [next(iter(answer)) for answer in answers]
-        assert parts == ["requestHeaders", *["requestBody"] * 2, "responseHeaders", "responseBody"]
-        asked = bodies(answers, "requestBody")
-        assert (b"".join(part for part, _ in asked), asked[-1][1]) == (b'{"model": "model"}', True)
-        assert bodies(answers, "responseBody") == [(b"answer", True)]
+        for end in ([], ["Trailers"]):
+            answers = gateway.ask(trailers=bool(end))
+            parts = [f"request{part}" for part in ("Headers", "Body", "Body", *end)]
+            parts += [f"response{part}" for part in ("Headers", "Body", *end)]
+            assert [next(iter(answer)) for answer in answers] == parts
+            asked = bodies(answers, "requestBody")
+            assert (b"".join(part for part, _ in asked), asked[-1][1]) == (b'{"model": "model"}', not end)
+            assert bodies(answers, "responseBody") == [(b"answer", not end)]
         assert chosen(gateway.ask([busy])) == busy
-        nowhere: list[list[str]] = [[], ["127.0.0.1:9"]]
+        nowhere: list[list[str]] = [[], [DEAD]]
         assert {chosen(gateway.ask(subset)) for subset in nowhere} == {"ServiceUnavailable"}
         sender.join(60)

@@ -1,6 +1,6 @@
 """Envoy's part towards an endpoint picker: for each line of input, prints the picker's answer to one request.
 
-A line is `{"body": ..., "subset": ...}`; the body is sent in two chunks.
+A line is `{"body": ..., "subset": ..., "trailers": ...}`; the body is sent in two chunks.
 """
 
 import json
@@ -23,13 +23,17 @@ def messages(asked):
     path = HeaderValue(key=":path", raw_value=b"/v1/completions")
     headers = ext_proc.HttpHeaders(headers=HeaderMap(headers=[path]))
     yield ext_proc.ProcessingRequest(request_headers=headers, metadata_context=metadata)
-    body = json.dumps(asked["body"]).encode()
-    for chunk, last in ((body[:9], False), (body[9:], True)):
+    body, ends = json.dumps(asked["body"]).encode(), not asked["trailers"]
+    for chunk, last in ((body[:9], False), (body[9:], ends)):
         part = ext_proc.HttpBody(body=chunk, end_of_stream=last)
         yield ext_proc.ProcessingRequest(request_body=part)
+    if asked["trailers"]:
+        yield ext_proc.ProcessingRequest(request_trailers=ext_proc.HttpTrailers())
     yield ext_proc.ProcessingRequest(response_headers=ext_proc.HttpHeaders())
-    part = ext_proc.HttpBody(body=b"answer", end_of_stream=True)
+    part = ext_proc.HttpBody(body=b"answer", end_of_stream=ends)
     yield ext_proc.ProcessingRequest(response_body=part)
+    if asked["trailers"]:
+        yield ext_proc.ProcessingRequest(response_trailers=ext_proc.HttpTrailers())
 
 
 with grpc.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
