@@ -150,10 +150,15 @@ class Prospects:
         return self._option(request, NOWHERE)
 
     def local(self, request: DraftFacts) -> DraftOption | None:
-        """Return the option of drafting on the decode worker; None if it lacks the method's weights."""
+        """Return the option of drafting on the decode worker; None if it lacks the method's weights. Unless a
+        number of tokens is fixed, the worker drafts nothing while that does not pay.
+        """
         if not (self._target.drafts_itself or self._method in WEIGHTLESS):
             return None
-        return self._option(request, DraftPlace(self._method))
+        option, plain = self._option(request, DraftPlace(self._method)), self.nowhere(request)
+        if self._count is None and plain.worth > option.worth:
+            return plain._replace(place=option.place, max_tokens=option.max_tokens)
+        return option
 
     def elsewhere(self, request: DraftFacts) -> list[DraftOption]:
         return [self._option(request, DraftPlace(self._method, at)) for at in self._drafters]
@@ -232,7 +237,10 @@ def decide(request: DraftFacts, prospects: Prospects) -> DraftDecision:
     may_stop = prospects.may_stop or (local is None and not elsewhere)
     found = (nowhere if may_stop else None, local, *elsewhere)
     options = tuple(option for option in found if option is not None)
-    best, held = max(options, key=lambda option: option.worth), _held(request, options, local)
+    choices = options
+    if local is not None:  # a worker without drafts would never learn that they pay by now
+        choices = tuple(option for option in options if option.place != NOWHERE)
+    best, held = max(choices, key=lambda option: option.worth), _held(request, choices, local)
     if held is not None and best.worth <= held.worth * (1 + MIN_GAIN):
         return DraftDecision(held, options, "nothing brings clearly more")
     return DraftDecision(best, options, "it brings the most")

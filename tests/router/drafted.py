@@ -15,6 +15,7 @@ from protocol.speculation import (
     StepTimeState,
 )
 from router.placement.drafts import (
+    NOWHERE,
     DraftDecision,
     DraftFacts,
     DraftPlace,
@@ -88,3 +89,13 @@ def decided(
 
 def place(at: DraftTarget, drafters: list[SharedDrafter] | None = None, **request: Any) -> DraftPlace:
     return decided(at, drafters, **request).place
+
+
+def pays(at: DraftTarget, drafters: list[SharedDrafter] | None = None, **request: Any) -> bool:
+    """Return whether drafts on the decode worker are predicted to bring more than none. Whether it drafts is
+    the decode worker's choice.
+    """
+    facts, prospects = DraftFacts(**request), Prospects(at, drafters or [])
+    local = prospects.local(facts)
+    assert local is not None and decide(facts, prospects).place != NOWHERE
+    return local.worth > prospects.nowhere(facts).worth
