@@ -220,6 +220,17 @@ def test_no_flapping_at_the_crossover_under_noise(gain):
     assert changes <= 1
 
 
+def test_no_flapping_between_a_draft_worker_and_none_under_noise():
+    """Eight requests, whose decode worker has no draft model, gain or lose up to 2 % by drafts."""
+    noise, current, changes = random.Random(6), None, 0
+    for _ in range(400):
+        model = CPU_LIKE | {"rate": 0.8 * noise.lognormvariate(0, 0.02)}
+        found = place(target(8, model=model, drafts_itself=False), [drafter()], current=current)
+        changes += current is not None and found != current
+        current = found
+    assert changes == 0
+
+
 NUMBERS = st.sampled_from([0.0, 1e-9, 1e-3, 0.5, 1.0, 3.0, 1e9, 1e300, inf, nan, -1.0])
 
 
