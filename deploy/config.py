@@ -31,7 +31,7 @@ from protocol.errors import ConfigError
 from protocol.fields import described, is_utf8, json_object, listed
 from protocol.kv_events import parse_kv_events_config, port_of
 from protocol.ports import worker_ports
-from protocol.requests import parse_lora_modules
+from protocol.requests import parse_lora_modules, parse_template_variables
 from protocol.roles import ROLES, parse_autoscale
 from protocol.server_options import KV_TRANSPORTS, MAX_API_KEYS, is_sendable
 from protocol.speculation import (
@@ -54,6 +54,7 @@ _FACTORS |= {unit: 1024**power for power, unit in enumerate("KMGT", 1)}
 _PARSERS: Mapping[str, Callable[[object, str], object]] = {
     "kv_events_config": parse_kv_events_config,
     "autoscale": parse_autoscale,
+    "default_chat_template_kwargs": parse_template_variables,
     "lora_modules": parse_lora_modules,
 }
 """The parsers of fields that have one. Each gets the value, and the source that errors name."""

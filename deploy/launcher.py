@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shlex
@@ -212,6 +213,8 @@ def announcement(config: ServeConfig, server: Routers, url: str, defaults: Gener
     if sampling := defaults.shown():
         listed = ", ".join(f"{name} {value}" for name, value in sampling.items())
         lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
+    if variables := config.default_chat_template_kwargs:
+        lines.append(f"Chats' defaults (--default-chat-template-kwargs): {json.dumps(variables)}")
     if config.speculative_config == DEFAULT_SPECULATION:
         method, off = DEFAULT_SPECULATION.method, '--speculative-config \'{"method": "none"}\''
         lines.append(f"Speculates by {method}, as far as that pays and with the same tokens (off: {off})")

@@ -163,7 +163,6 @@ REFUSED: Mapping[str, str] = {
         rope-theta=""",
     "write the values in a generation_config.json, and its folder in --generation-config": """
         override-generation-config=""",
-    "leave it out: write chat_template_kwargs in each request": "default-chat-template-kwargs=",
     "leave it out: the model's config.json and tokenizer.json in Hugging Face's format are read": """
         config-format= tokenizer-mode=""",
     "write --enable-embeddings for embeddings, scores and ranks": """

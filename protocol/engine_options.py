@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -39,6 +39,10 @@ class ModelOptions:
     """Run model code that comes with the weights."""
     chat_template: str | None = None
     """File with a Jinja chat template."""
+    default_chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template for requests that do not set them, as in '{"enable_thinking": false}':
+    at most 4096 bytes of JSON.
+    """
     generation_config: str = "auto"
     """Defaults of sampling parameters: those of the model's generation_config.json (`auto`), of a folder with
     such a file, or no model's (`vllm`).

@@ -91,7 +91,7 @@ def json_object(value: object, flag: str, example: str, kind: str) -> Mapping[An
     """Return the given mapping, or the mapping in a JSON text. Raises `ConfigError` that names `flag`."""
     try:
         fields = msgspec.json.decode(value) if isinstance(value, str) else value
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{flag}: must be JSON, as in '{example}': {error}") from error
     if not isinstance(fields, Mapping):
         raise ConfigError(f"{flag}: must be {kind}, got {value!r}")

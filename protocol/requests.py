@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
-from protocol.fields import named_texts
+from protocol.fields import json_object, named_texts
 from protocol.ids import Id, PeerAddress, Seconds, TokenIds
 from protocol.sampling import SamplingParams
 from protocol.speculation import MAX_TREE_NODES, Method, RequestSpeculation
@@ -20,6 +20,8 @@ AdapterPath = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 MAX_ADAPTERS = 4096
 """Most adapters of a deployment at one time."""
+MAX_VARIABLES_BYTES = 4096
+"""Most bytes of the chat template's variables for all requests, as JSON."""
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +45,20 @@ def parse_lora_modules(value: object, flag: str) -> dict[str, str]:
     if not 1 <= len(found) <= MAX_ADAPTERS:
         raise ConfigError(f"{flag}: must be from 1 to {MAX_ADAPTERS} adapters, got {len(found)}")
     return {name: str(Path(path).expanduser().absolute()) for name, path in found.items()}
+
+
+def parse_template_variables(value: object, flag: str) -> dict[str, Any]:
+    """Return the object in a JSON text, or a mapping as JSON has it. Raises `ConfigError`."""
+    fields = json_object(value, flag, '{"enable_thinking": false}', "a JSON object")
+    try:
+        text = msgspec.json.encode(fields)
+        variables: dict[str, Any] = msgspec.json.decode(text)
+        msgspec.msgpack.encode(variables)
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{flag}: must have JSON's values, integers up to 64 bits: {error}") from error
+    if len(text) > MAX_VARIABLES_BYTES:
+        raise ConfigError(f"{flag}: must have at most {MAX_VARIABLES_BYTES} bytes of JSON, got {len(text)}")
+    return variables
 
 
 class DraftPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

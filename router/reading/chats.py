@@ -96,6 +96,7 @@ class Chats:
         self._reasoning = reasoning_format(config.reasoning_parser, _source(self._template))
         formats = (self._tools, self._reasoning)
         self._is_harmony = any(each is not None and each.is_harmony for each in formats)
+        self._variables = config.default_chat_template_kwargs or {}
         self._takes_tools = config.tool_call_parser != "none"
         if self._template is not None and not self._template.traits.shows_user:
             logger.warning("the chat template does not show what the user says")
@@ -234,9 +235,10 @@ class Chats:
         tools: list[dict[str, Any]] | None,
     ) -> str:
         continues = bool(body.continue_final_message)
-        variables = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
+        own = decode_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
         if isinstance(body, types.ChatBody) and body.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", body.reasoning_effort)
+            own.setdefault("reasoning_effort", body.reasoning_effort)
+        variables = {**self._variables, **own}
         if tools is not None:
             variables["tools"] = tools
         return template.render(

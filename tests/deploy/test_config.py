@@ -255,7 +255,9 @@ def test_transport_names_keep_their_order():
 
 
 def test_a_configuration_survives_msgpack():
-    config = load_config({"model": "m", "request_timeout": 5, "max_model_len": 77}, {})
+    variables = {"enable_thinking": False, "n": 2**63, "x": {"y": [None, 1.5]}}
+    options = {"model": "m", "request_timeout": 5, "max_model_len": 77}
+    config = load_config(options | {"default_chat_template_kwargs": variables}, {})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ServeConfig) == config
     assert not math.isnan(config.gpu_memory_utilization)
 
@@ -303,6 +305,39 @@ def test_adapters_are_names_with_folders(value):
 @pytest.mark.parametrize("given", ["decode=1:4", " decode = 1:4 , ", {"decode": "1:4"}, ["decode=1:4"]])
 def test_a_range_of_workers_is_read(given):
     assert load_config({"autoscale": given}, {}).autoscale == {"decode": WorkerRange(1, 4)}
+
+
+@pytest.mark.parametrize("given", ['{"enable_thinking": false}', {"enable_thinking": False}], ids=type)
+def test_variables_of_the_chat_template_are_read(given):
+    config = load_config({"default_chat_template_kwargs": given}, {})
+    assert config.default_chat_template_kwargs == {"enable_thinking": False}
+
+
+WRONG_VARIABLES = {
+    "empty": ("", "must be JSON, as in '{\"enable_thinking\": false}'"),
+    "list": ("[1]", "must be a JSON object, got"),
+    "no UTF-8": (os.fsdecode(b'{"a": "\xff"}'), "must be JSON"),
+    "NaN": ('{"a": NaN}', "must be JSON"),
+    "deep": ('{"a": ' + "[" * 5000 + "]" * 5000 + "}", "must be JSON"),
+    "large integer": ({"a": 2**64}, "must have JSON's values, integers up to 64 bits"),
+    "no name": ({None: 1}, "must have JSON's values"),
+    "too long": ({"a": "x" * 4096}, "must have at most 4096 bytes of JSON, got 4104"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_VARIABLES)
+def test_wrong_variables_of_the_chat_template_are_named(case):
+    given, message = WRONG_VARIABLES[case]
+    with pytest.raises(ConfigError, match=f"^--default-chat-template-kwargs: {message}"):
+        load_config({"default_chat_template_kwargs": given}, {})
+
+
+def test_variables_of_the_chat_template_in_the_environment_and_in_a_file(config_file):
+    environ = {"TANDEM_DEFAULT_CHAT_TEMPLATE_KWARGS": '{"a": {"b": 1.5}}'}
+    assert load_config(environ=environ).default_chat_template_kwargs == {"a": {"b": 1.5}}
+    path = config_file("default-chat-template-kwargs:\n  date_string: 2026-01-02\n")
+    config = load_config(environ={}, config_file=path)
+    assert config.default_chat_template_kwargs == {"date_string": "2026-01-02"}
 
 
 def test_an_adapters_folder_is_relative_to_the_working_directory(monkeypatch, tmp_path):

@@ -52,6 +52,14 @@ def test_the_start_says_how_to_turn_off_the_default_speculation(
         assert load_config({option[2:].replace("-", "_"): value}, {}).speculative_config is None
 
 
+@pytest.mark.parametrize("variables", [{"enable_thinking": False, "mood": "calm"}, {}, None], ids=str)
+def test_the_start_shows_the_chat_templates_variables(variables: dict[str, Any] | None) -> None:
+    config = ServeConfig(default_chat_template_kwargs=variables)
+    said = announcement(config, STARTED, "http://a", GenerationDefaults()).splitlines()
+    shown = [line.partition("(--default-chat-template-kwargs): ")[2] for line in said if "kwargs" in line]
+    assert shown == (['{"enable_thinking": false, "mood": "calm"}'] if variables else [])
+
+
 class StartingLauncher:
     """A launcher that waits for Ray without interruption."""
 

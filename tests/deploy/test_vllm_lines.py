@@ -141,6 +141,10 @@ def test_no_flag_stands_in_the_table_twice_or_is_tandems_own() -> None:
             ['--speculative-config={"method": "ngram", "num_speculative_tokens": 3}'],
         ),
         (["--speculative-config", "{x"], ["--speculative-config={x"]),
+        (
+            ["--default_chat_template_kwargs.enable_thinking", "false"],
+            ['--default-chat-template-kwargs={"enable_thinking": false}'],
+        ),
     ],
 )
 def test_arguments_are_rewritten(arguments: list[str], meant: list[str]) -> None:
