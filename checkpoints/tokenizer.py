@@ -129,8 +129,11 @@ def whole_tokenizer(tokenizer_json: str, settings: Mapping[str, Any]) -> str:
         added = {token["content"] for token in head.added_tokens}
         special = {token["content"] for token in head.added_tokens if token.get("special")}
         with_ids = _with_ids(settings)
-        named = _named(settings, added | {token.content for token in with_ids})
-        have_ids = [token for token in named if _may_have(tokenizer_json, token.content)]
+        given = {token.content for token in with_ids}
+        named = _named(settings, added | given)
+        have_ids = [
+            token for token in named if token.content in given or _may_have(tokenizer_json, token.content)
+        ]
         wanted = [*with_ids, *have_ids]
         missing = [token for token in wanted if token.content not in (special if token.special else added)]
         if head.truncation is None and head.padding is None and not missing:

@@ -142,6 +142,13 @@ def test_a_token_of_the_vocabulary_becomes_special_however_it_is_spelled(fast_to
     assert added["the"]["special"]
 
 
+def test_a_token_that_only_the_settings_give_an_id_becomes_special_by_its_role(fast_tokenizer):
+    settings = {"added_tokens_decoder": {"500": {"content": "<over>"}}, "eos_token": "<over>"}
+    whole = whole_tokenizer(fast_tokenizer.to_str(), settings)
+    added = {token["content"]: token for token in json.loads(whole)["added_tokens"]}
+    assert added["<over>"]["special"]
+
+
 @pytest.mark.parametrize(
     ("length", "most", "told", "tokenized"),
     [
