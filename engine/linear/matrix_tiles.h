@@ -124,8 +124,9 @@ class MatrixTiles {
     using WeightTile = uint16_t[DEPTH / 2][2 * OUTPUTS];
     using Weights = WeightTile[PANEL / OUTPUTS];  // a panel's weights for DEPTH inputs
 
-    // A CPU takes a load for one of a store before it if both are at the same place of a page, and waits. While a tile
-    // is at work, the last stores were to others, so what belongs to a tile is at the same places of all these pages.
+    // Sums and weights of the four tiles. A load waits for an earlier store that has the same offset within its page,
+    // even of another page. So each member is a page, in which a tile's part has the same offset as in the others:
+    // while a tile is at work, the last stores were to other tiles' parts.
     struct alignas(PAGE) Buffers {
         Sums totals, stored[2];
         Weights expanded[2];
@@ -164,8 +165,9 @@ class MatrixTiles {
     }
 
     // Multiplies run by run, and adds up the scaled sums of four tiles, COLUMNS of them beside each other from output
-    // `n` of the panel on. multiply(step, tile) adds to a tile's sums, one after the other in each step. Stored tiles can
-    // be read only late, so a run's sums are stored while the next is multiplied, and added one later.
+    // `n` of the panel on. multiply(step, tile) adds to a tile's sums; it is called for each tile in each step. A
+    // stored tile can be read only late, so a run's sums are stored while the next run is multiplied, and added to the
+    // totals while the one after that is.
     template <int COLUMNS, class Multiply>
     static void add_runs(Buffers& b, const Product& p, const Coded& w, int64_t row, int64_t end, int64_t panel, int n,
                          const Multiply& multiply) {

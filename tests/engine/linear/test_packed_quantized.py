@@ -145,6 +145,20 @@ def test_rows_that_cannot_be_rounded(outputs: int) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kind", ["int8 by channel", "int4 in groups of 32", "int4 in groups of 64, zeros"])
+def test_a_row_with_nan_or_infinity_is_not_finite(kind: str) -> None:
+    _, ours = layer(kind, 64, 80, bias=True)
+    x = torch.randn(3, 64).bfloat16()
+    sound = ours(x)
+    x[1, 5], x[2, 6] = torch.nan, torch.inf
+    y = ours(x)
+    assert torch.equal(y[0], sound[0])
+    assert y[1].isnan().all() and not y[2].isfinite().any()
+    alone = torch.cat([ours(row) for row in x.split(1)])
+    torch.testing.assert_close(alone, y, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("kernel")
 def test_the_largest_sum_fits() -> None:
     inputs = 1 << 16
     codes = torch.full((1, inputs), -128, dtype=torch.int8)
