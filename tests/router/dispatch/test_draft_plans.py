@@ -123,16 +123,21 @@ def test_a_draft_worker_makes_drafts_that_are_costly_locally_and_gets_no_request
 def test_a_lost_draft_worker_is_replanned_at_once_and_used_again(make, pool):
     router, decode = make(COSTLY_HERE)
     shared = add_drafter(router)
-    running = begin(router, pool, 2)
+    running = begin(router, pool, 2, return_timing=True)
     lose(router, shared)
     eventually(lambda: len(decode.replans) == 2)
     assert {replan.plan for replan in decode.replans} == {DraftPlan(method="draft_model", max_tokens=8)}
-    assert router.metric("tandem_draft_replans_total", reason="lost") == 2
+    # a plan is counted once it is sent
+    eventually(lambda: router.metric("tandem_draft_replans_total", reason="lost") == 2)
     again = add_drafter(router)
     eventually(lambda: len(decode.replans) == 4)
     assert {replan.plan.at.incarnation for replan in decode.replans[2:]} == {again.incarnation}
     end(router, *running)
     assert router.metric("tandem_draft_replans_total", reason="load") == 2
+    for future in running:
+        periods = future.result().json()["timing"]["choices"][0]["drafts"]
+        assert [period["where"] for period in periods] == ["remote", "local", "remote"]
+        assert sum(period["tokens"] for period in periods) == LONG - 1
 
 
 def test_draft_workers_hear_of_a_lost_decode_worker(make, pool):
@@ -170,7 +175,7 @@ def test_a_draft_worker_that_is_drained_loses_its_requests_and_leaves(make, pool
     assert answer.status_code == 200, answer.text
     eventually(lambda: decode.replans)
     assert decode.replans[-1].plan == DraftPlan(method="draft_model", max_tokens=8)
-    assert router.metric("tandem_draft_replans_total", reason="lost") == 1
+    eventually(lambda: router.metric("tandem_draft_replans_total", reason="lost") == 1)
     end(router, *running)
 
 
