@@ -1,5 +1,7 @@
 """The figures of LLM_SERVING.md can be drawn from the committed results, and are the committed ones."""
 
+import re
+
 import pytest
 from matplotlib.figure import Figure
 
@@ -12,8 +14,22 @@ def test_every_figure_is_drawn_and_shown(tmp_path):
     figures(tmp_path)
     text = (REPO / "LLM_SERVING.md").read_text()
     for name in FIGURES:
-        drawn = (tmp_path / f"{name}.svg").read_text()
+        drawn, committed = (
+            (folder / f"{name}.svg").read_text() for folder in (tmp_path, REPO / "docs" / "images")
+        )
         assert drawn.count("<path") > 20 and f"(docs/images/{name}.svg)" in text
+        if maker(drawn) == maker(committed):  # other versions draw elsewhere
+            assert places(drawn) == pytest.approx(places(committed), abs=0.1), f"draw {name} anew"
+
+
+def maker(svg: str) -> list[str]:
+    return re.findall(r"Matplotlib v[\d.]+", svg)
+
+
+def places(svg: str) -> list[float]:
+    """Return the coordinates of all that a figure shows."""
+    parts = " ".join(re.findall(r' (?:d|x|y)="([^"]*)"', svg))
+    return [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", parts)]
 
 
 def test_what_makes_a_figure_better_is_green(monkeypatch: pytest.MonkeyPatch) -> None:
