@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,16 @@ PATTERNS = {
 }
 
 
+@pytest.fixture
+def usual_recursion_limit() -> Iterator[None]:
+    """Undo what imports of PyTorch's compiler raised."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_recursion_limit")
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_pattern_that_could_be_searched_for_ever_is_refused(pattern: str) -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
