@@ -387,6 +387,7 @@ def test_the_largest_bodies(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
         for view in ("", "/input_items"):
             path = f"{RESPONSES}/{answer.json()['id']}{view}"
+            assert server.http.get(path).status_code == 200
             stalls[path] = server.stall_s(path, None)
         stalls[RESPONSES] = server.stall_s(RESPONSES, msgspec.json.encode(stored))
     finally:
