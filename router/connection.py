@@ -169,23 +169,29 @@ class HttpConnection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.send_400_response("the request is not HTTP/1.1 or HTTP/1.0")
-        except httptools.HttpParserUpgrade as upgrade:
-            if self._asks_for_upgrade:
-                self._parse_without_upgrade(data[upgrade.args[0] :])
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserError:
+                self.send_400_response("the request is not HTTP/1.1 or HTTP/1.0")
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._asks_for_upgrade:
+                    return
+                rest = rest[upgrade.args[0] :]
+                self._parse_head_without_upgrade()
 
-    def _parse_without_upgrade(self, rest: bytes) -> None:
-        """Parse the request again as if it did not ask for another protocol, like Java's client for HTTP/2.
+    def _parse_head_without_upgrade(self) -> None:
+        """Parse the head again as if it did not ask for another protocol, like Java's client for HTTP/2.
         The parser takes the body for that protocol's.
         """
         line = (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         headers = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
         self._asks_for_upgrade = False
         self.parser = httptools.HttpRequestParser(self)
-        self._parse(b"%b %b HTTP/%b\r\n%b\r\n" % (*line, b"".join(headers)) + rest)
+        self.parser.feed_data(b"%b %b HTTP/%b\r\n%b\r\n" % (*line, b"".join(headers)))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -342,6 +342,16 @@ def test_an_upgrade_is_ignored_and_the_body_read(router, caplog, upgrade, in_par
     assert not caplog.records
 
 
+def test_many_pipelined_upgrades_in_one_piece_are_answered(router, caplog):
+    number = 1200  # more than Python's frames
+    request = b"GET /health HTTP/1.1\r\nhost: x\r\n" + UPGRADES["websocket"] + b"\r\n"
+    end = b"GET /nowhere HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    with connect(router) as client:
+        client.sendall(request * number + end)
+        assert received(client).count(b"HTTP/1.1 200") == number
+    assert not caplog.records
+
+
 def test_a_connect_request_is_refused(router):
     with connect(router) as client:
         client.sendall(b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\nmore")
