@@ -51,13 +51,18 @@ def mounts(transport: type[Transport], limits: httpx.Limits = httpx.Limits()) ->
     return {} if getproxies() else {"all://": transport(limits=limits, socket_options=_KEEP_ALIVE)}
 
 
+def answer_timeout(further_s: float = 0.0) -> httpx.Timeout:
+    """Return the limits of a request whose answer takes the server no longer than usual and `further_s`."""
+    return httpx.Timeout(ANSWER_TIMEOUT_S + further_s, connect=_CONNECT_TIMEOUT_S)
+
+
 @contextmanager
 def client(url: str, api_key: str | None, *, waits: bool = False) -> Iterator[httpx.Client]:
     """Yield an HTTP client of the server. Raises `ServerError` for HTTP errors within the block.
 
     `waits`: an answer may take as long as the server's requests do.
     """
-    timeout = httpx.Timeout(None if waits else ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+    timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S) if waits else answer_timeout()
     headers, mounted = authorization(api_key), mounts(httpx.HTTPTransport)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=timeout, mounts=mounted) as http:

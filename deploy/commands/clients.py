@@ -106,11 +106,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the router's JSON.")] = False,
 ) -> None:
     """Find what keeps requests waiting now, and say what to change, with figures."""
-    from deploy.client import ANSWER_TIMEOUT_S, client, fields_of
+    from deploy.client import answer_timeout, client, fields_of
 
     with client(url, api_key) as http:
-        limit = seconds + ANSWER_TIMEOUT_S
-        report = fields_of(http.get("/doctor", params={"seconds": seconds}, timeout=limit), "findings")
+        limits = answer_timeout(seconds)
+        report = fields_of(http.get("/doctor", params={"seconds": seconds}, timeout=limits), "findings")
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -136,14 +136,14 @@ def complete(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
 ) -> None:
     """Complete a prompt and print the text as it comes."""
-    from deploy.client import ANSWER_TIMEOUT_S, client, completion_texts, fields_of
+    from deploy.client import answer_timeout, client, completion_texts, fields_of
 
     body: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "stream": True}
     body |= {"prompt": _standard_input() if prompt == "-" else prompt}
     body |= {name: value for name, value in {"seed": seed, "stop": stop or None}.items() if value is not None}
     with client(url, api_key, waits=True) as http:
         if model is None:
-            models = fields_of(http.get("/v1/models", timeout=ANSWER_TIMEOUT_S), "data")["data"]
+            models = fields_of(http.get("/v1/models", timeout=answer_timeout()), "data")["data"]
             model = next((each["id"] for each in models), "")
         body["model"] = model
         for text in completion_texts(http, body):

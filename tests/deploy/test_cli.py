@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -157,6 +158,17 @@ def test_a_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monke
             result = invoke(*command, "--url", url)
             assert result.exit_code == 1, result.output
             assert result.stderr == f"tandem: {url}: it is connected, but does not answer\n"
+
+
+def test_a_host_that_takes_no_connection_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.client._CONNECT_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        with socket.create_connection(full.getsockname()):  # the kernel drops further ones
+            for command in (["status", "--once"], ["doctor", "--seconds", "0.1"], ["complete", "x"]):
+                begun = time.monotonic()
+                assert invoke(*command, "--url", url).exit_code == 1
+                assert time.monotonic() - begun < 10
 
 
 def test_a_host_that_vanishes_is_not_waited_for() -> None:
