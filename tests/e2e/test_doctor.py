@@ -36,18 +36,18 @@ def diagnose(serving: HttpServing, name: str, under: Load) -> list[dict[str, Any
     with under(serving):
         for _ in range(LOOKS):
             found = findings(serving)
-            if names(found)[0] == name:
+            if names(found)[:1] == [name]:
                 break
     serving.wait_empty()
-    assert names(found)[0] == name, found
+    assert names(found)[:1] == [name], found
     return found
 
 
 def findings(serving: HttpServing) -> list[dict[str, Any]]:
+    """Return the doctor's findings, but that the router waits for a core: other programs may use it."""
     answer = serving.http.get("/doctor", params={"seconds": WATCHED_S})
     assert answer.status_code == 200, answer.text
-    found: list[dict[str, Any]] = answer.json()["findings"]
-    return found
+    return [finding for finding in answer.json()["findings"] if finding["name"] != "router"]
 
 
 def names(found: list[dict[str, Any]]) -> list[str]:
