@@ -140,9 +140,11 @@ def _effects(axes: Sequence[Axes]) -> None:
 
 def _costs(axes: Sequence[Axes]) -> None:
     batch, techniques = axes
-    costs, price_s = read_profile(DEFAULT_PROFILE).costs, 3 / 3600
-    sizes = [2**power for power in range(9)]
+    profile, price_s = read_profile(DEFAULT_PROFILE), 3 / 3600
+    costs = profile.costs
     for context in (1152, 8192):
+        room = profile.kv_tokens // context
+        sizes = [*(2**power for power in range(9) if 2**power <= room), *([room] if room < 256 else [])]
         steps = [costs.step_s + (costs.row_s + costs.context_s * context) * size for size in sizes]
         prices = [price_s * step / size * 1e6 for step, size in zip(steps, sizes, strict=True)]
         batch.plot(sizes, prices, marker="o", label=f"context of {context:,} tokens")

@@ -169,8 +169,8 @@ AMX = ("speculate-amx/results.json",)
 REAL = ("speculate-smollm2-amx/results.json",)
 QUOTES = (
     Quote(
-        "chats gain {:.2f} and {:.2f} times greedily and {:.2f} and {:.2f} at temperature 0.7, "
-        "`rewrite` gains {:.2f} and {:.2f}, and {:.2f} and {:.2f}",
+        "chats: {:.2f} and {:.2f} times greedily, {:.2f} and {:.2f} times at temperature 0.7; "
+        "- `rewrite`: {:.2f} and {:.2f} times greedily, {:.2f} and {:.2f} times at temperature 0.7.",
         REAL,
         busy_chats,
     ),
