@@ -88,7 +88,7 @@ def test_a_fixed_number_is_drafted_whether_it_pays_or_not():
 
 def test_a_tree_takes_one_level():
     known = msgspec.structs.replace(speculation(level_s=1.0, token_s=0.0), max_tokens=24)
-    option = Prospects(target(1, speculation=known)).local(DraftFacts())
+    option = Prospects(target(1, speculation=known, fixed_tokens=24)).local(DraftFacts())
     assert option is not None
     assert 1.0 < option.tokens_per_step / option.rate < 1.1
 
