@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -101,14 +102,29 @@ def _over_requests(axes: Sequence[Axes]) -> None:
 
 
 def _goodput(axes: Sequence[Axes]) -> None:
-    [axis] = axes
+    beside, apart = axes
     replays = _results("goodput-mooncake")["replays"]
     replays += json.loads((RESULTS / "goodput-mooncake" / "nixl.json").read_text())["replays"]
-    for system, label in {"cost": "Tandem", "vllm": "vLLM", "vllm-nixl": "vLLM, split"}.items():
-        points = {each["offered"]: each["goodput"] for each in replays[::-1] if each["system"] == system}
-        axis.plot(list(points), list(points.values()), marker="o", label=label)
+    _over_rates(beside, replays, {"cost": "Tandem", "vllm": "vLLM", "vllm-nixl": "vLLM, split"})
+    _over_rates(
+        apart, _results("goodput-split")["replays"], {each: each for each in ("whole", "split", "cost")}
+    )
+    beside.set(title="beside vLLM", ylabel="requests/s within the SLO")
+    apart.set(title="whole and split")
+
+
+def _over_rates(axis: Axes, replays: Sequence[dict[str, Any]], labels: dict[str, str]) -> None:
+    """Draw the medians over the rounds."""
+    for system, label in labels.items():
+        mine = [each for each in replays if each["system"] == system]
+        speeds = sorted({each["speedup"] for each in mine})
+        rounds = [[each for each in mine if each["speedup"] == speed] for speed in speeds]
+        offered, good = (
+            [median(each[name] for each in found) for found in rounds] for name in ("offered", "goodput")
+        )
+        axis.plot(offered, good, marker="o", label=label)
     axis.plot([0, 40], [0, 40], ":", color=INK, label="all in time")
-    axis.set(title="29 M, Mooncake's trace", xlabel="requests/s offered", ylabel="requests/s within the SLO")
+    axis.set(xlabel="requests/s offered")
 
 
 def _rates(axes: Sequence[Axes]) -> None:
@@ -228,7 +244,7 @@ FIGURES: dict[str, tuple[int, Callable[[Sequence[Axes]], None]]] = {
     "positions": (1, _positions),
     "over-requests": (2, _over_requests),
     "rates": (2, _rates),
-    "goodput": (1, _goodput),
+    "goodput": (2, _goodput),
     "costs": (2, _costs),
     "effects": (2, _effects),
     "interactions": (2, _interactions),
