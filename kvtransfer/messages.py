@@ -101,7 +101,7 @@ class Proof(msgspec.Struct, frozen=True, tag="proof"):
     mac: Digest
 
 
-class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+class HelloAnswer(msgspec.Struct, frozen=True, tag="verdict"):
     """The receiver's answer: the Hello's `refused_field` with the reason, or an empty field for yes.
 
     `codec` names the code that pieces may use; empty for none.
@@ -114,8 +114,8 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     codec: Annotated[str, Meta(max_length=64)] = ""
 
 
-class SealedVerdict(msgspec.Struct, frozen=True, tag="sealed"):
-    """An encoded Verdict with the receiver's proof that it holds the key."""
+class SealedAnswer(msgspec.Struct, frozen=True, tag="sealed"):
+    """An encoded HelloAnswer with the receiver's proof that it holds the key."""
 
     body: Annotated[bytes, Meta(max_length=4096)]
     mac: Digest

@@ -3,7 +3,7 @@
     sender -> receiver   Hello      (nonce, ids, pool)
     receiver -> sender   Challenge  (nonce)
     sender -> receiver   Proof      HMAC-SHA256(key, "sender", Hello, Challenge)
-    receiver -> sender   Verdict     with HMAC-SHA256(key, "receiver", Hello, Challenge, Verdict)
+    receiver -> sender   HelloAnswer with HMAC-SHA256(key, "receiver", Hello, Challenge, HelloAnswer)
 
 Both digests cover everything sent so far, so ids, incarnations and pool can't be swapped, nothing can be
 replayed (each side chose a nonce), and neither side's digest can be reflected (role labels). The receiver
@@ -25,9 +25,9 @@ from kvtransfer.messages import (
     Challenge,
     Channel,
     Hello,
+    HelloAnswer,
     Proof,
-    SealedVerdict,
-    Verdict,
+    SealedAnswer,
     decode,
     encode,
     frame,
@@ -89,12 +89,12 @@ def introduce(
         challenge = channel.recv_frame(deadline)
         decode(challenge, Challenge)
         channel.send(Proof(_digest(ours.key, b"sender", spoken, challenge)), deadline)
-        sealed = channel.recv(SealedVerdict, deadline)
+        sealed = channel.recv(SealedAnswer, deadline)
     except ConnectionError as error:
         raise HandshakeRefusedError("the receiver closed the connection during the handshake") from error
     if not hmac.compare_digest(sealed.mac, _digest(ours.key, b"receiver", spoken, challenge, sealed.body)):
         raise HandshakeRefusedError("the receiver does not hold the cluster's key")
-    verdict = decode(sealed.body, Verdict)
+    verdict = decode(sealed.body, HelloAnswer)
     if verdict.refused_field:
         raise HandshakeRefusedError(f"refused for {verdict.refused_field}: {verdict.reason}")
     return transport.codec != "" and verdict.codec == transport.codec
@@ -113,9 +113,9 @@ def examine(channel: Channel, ours: Identity, transport: Transport, deadline: fl
     if not hmac.compare_digest(proof.mac, _digest(ours.key, b"sender", spoken, challenge)):
         raise HandshakeRefusedError(f"{hello.worker_id!r} does not hold the cluster's key")
     refused_field, reason = _mismatch(hello, ours, transport.name)
-    answer = Verdict(ours.worker_id, ours.incarnation, refused_field, reason[:512], transport.codec)
+    answer = HelloAnswer(ours.worker_id, ours.incarnation, refused_field, reason[:512], transport.codec)
     body = encode(answer)
-    channel.send(SealedVerdict(body, _digest(ours.key, b"receiver", spoken, challenge, body)), deadline)
+    channel.send(SealedAnswer(body, _digest(ours.key, b"receiver", spoken, challenge, body)), deadline)
     if refused_field:
         raise HandshakeRefusedError(f"refused {hello.worker_id!r} for {refused_field}: {reason}")
     return hello

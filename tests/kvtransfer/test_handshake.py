@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.interface import Completed, Failed
-from kvtransfer.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedVerdict, decode, encode, frame
+from kvtransfer.messages import WIRE_VERSION, Challenge, Hello, Proof, SealedAnswer, decode, encode, frame
 from kvtransfer.streams.handshake import HandshakeRefusedError, Identity, introduce
 from kvtransfer.transports.shm import ShmTransport
 from protocol.handoff import SegmentInfo
@@ -52,7 +52,7 @@ def test_a_receiver_without_the_key_is_refused(closing: Closing, transport: str,
     raw.channel.recv(Hello, raw.deadline())
     raw.send(Challenge(bytes(32)))
     proof = raw.channel.recv(Proof, raw.deadline())
-    raw.send(SealedVerdict(b"", proof.mac) if reflected else SealedVerdict(b"\x80", bytes(32)))
+    raw.send(SealedAnswer(b"", proof.mac) if reflected else SealedAnswer(b"\x80", bytes(32)))
     event = sender.wait_lease("lease")
     assert isinstance(event, Failed) and "does not hold the cluster's key" in event.reason
     assert raw.is_closed_by_peer()
@@ -74,7 +74,7 @@ def test_a_proof_cannot_be_replayed(closing: Closing, transport: str) -> None:
         mac.update(len(part).to_bytes(4, "little") + part)
     proof = Proof(mac.digest())
     first.send(proof)
-    first.channel.recv(SealedVerdict, first.deadline())
+    first.channel.recv(SealedAnswer, first.deadline())
 
     second = closing(RawPeer.connect_only(receiver, transport))
     second.send_bytes(frame(hello))
