@@ -91,24 +91,24 @@ class WorkerSnapshot:
     _known: tuple[StepCosts, float, StepCosts] | None = field(default=None, repr=False, compare=False)
 
     @property
-    def busy_neighbours(self) -> list[WorkerSnapshot]:
-        """The other workers of the host that use their cores."""
-        return [other for other in self.on_host if other.worker_id != self.worker_id and other.requests > 0]
+    def neighbours(self) -> list[WorkerSnapshot]:
+        """The other workers of the host."""
+        return [other for other in self.on_host if other.worker_id != self.worker_id]
 
     @property
     def costs_now(self) -> StepCosts:
-        """The worker's step costs with the cores that idle workers of its host lend."""
+        """The worker's step costs with the cores that workers without any request lend at this moment."""
         if not self.costs.borrows:
             return self.costs
-        spread = self.spread(1)
+        spread = self.spread(sum(other.requests > 0 for other in self.neighbours))
         known = self._known
         if known is None or known[0] is not self.costs or known[1] != spread:
             known = self._known = (self.costs, spread, self.costs.on(spread))
         return known[2]
 
-    def spread(self, more: int) -> float:
-        """Return the worker's cores per own core if busy neighbours and `more` workers use theirs."""
-        return len(self.on_host) / (len(self.busy_neighbours) + more) if self.on_host else 1.0
+    def spread(self, busy: float) -> float:
+        """Return the worker's cores per own core if `busy` of its neighbours use theirs, on average."""
+        return len(self.on_host) / (busy + 1) if self.on_host else 1.0
 
     @property
     def purpose(self) -> Task:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from protocol.costs import itl_bound
+from protocol.costs import StepCosts, itl_bound
 from router.placement.cluster import Cluster
 from router.placement.interface import (
     LinkSpeed,
@@ -73,23 +73,55 @@ def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSn
     queue_s = compute_s(worker, ahead, 0) * worker.prompts if ahead > 0 else 0.0
     chunk = chunk_tokens(worker, request.num_tokens)
     delay_s = worker.rows * worker.costs_now.chunks_s(request.num_tokens - begin, begin, chunk)
-    delay_s += slowed_s(worker, own_s)
+    if worker.requests <= 0:
+        delay_s += slowed_s(worker, own_s)
     return PrefillCost(worker, begin, prefix, queue_s, fetch_s, own_s, delay_s)
 
 
 def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
-    costs, rows, context = worker.costs_now, worker.rows, worker.context_tokens
+    costs, rows, context = decode_costs(request, worker), worker.rows, worker.context_tokens
     output = max(request.output_tokens - 1, 0.0)
     before_s = costs.decode_s(rows, context)
     after_s = costs.decode_s(rows + 1, context + request.num_tokens + output / 2)
-    steps = output / max(costs.tokens_per_row, 1.0)
+    steps = _decode_steps(request, worker)
     most_s = steps * _most_prefill_s(request, worker)
-    pending_s = min(costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts, most_s)
+    pending_s = min(_pending_s(worker), most_s)
     row_s = _row_share(worker) * steps * after_s
     room_s = _room_share(worker, request.num_tokens + output) * steps * after_s
     slowdown_s = rows * steps * (after_s - before_s) + slowed_s(worker, steps * after_s)
     coming_s = _coming_s(worker) * output / max(request.mean_output_tokens, output, 1.0)
     return DecodeCost(worker, row_s, room_s, steps * after_s, min(coming_s, most_s), slowdown_s, pending_s)
+
+
+def decode_costs(request: RequestFacts, worker: WorkerSnapshot) -> StepCosts:
+    """Return the worker's step costs while it decodes the request. A neighbour that decodes uses its cores
+    all the time, one that only computes prompts as long as these take: far shorter than an answer.
+    """
+    if not worker.costs.borrows:
+        return worker.costs
+    decode_s = _decode_steps(request, worker) * worker.costs_now.decode_s(
+        worker.rows + 1, worker.context_tokens
+    )
+    busy = sum(_busy_share(other, decode_s) for other in worker.neighbours)
+    return worker.costs.on(worker.spread(busy))
+
+
+def _decode_steps(request: RequestFacts, worker: WorkerSnapshot) -> float:
+    return max(request.output_tokens - 1, 0.0) / max(worker.costs.tokens_per_row, 1.0)
+
+
+def _busy_share(worker: WorkerSnapshot, seconds: float) -> float:
+    """Return the share of the next `seconds` in which the worker computes."""
+    if worker.rows > 0:
+        return 1.0
+    prompts_s = _pending_s(worker) + _coming_s(worker)
+    return min(prompts_s / seconds, 1.0) if seconds > 0 else float(worker.requests > 0)
+
+
+def _pending_s(worker: WorkerSnapshot) -> float:
+    """Return the seconds that the worker still computes the prompts that wait."""
+    costs = worker.costs_now
+    return costs.chunks_s(_waiting(worker), 0, costs.chunk_tokens) * worker.prompts
 
 
 def _coming_s(worker: WorkerSnapshot) -> float:
@@ -115,14 +147,15 @@ def _most_prefill_s(request: RequestFacts, worker: WorkerSnapshot) -> float:
 
 def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:
     """Return the seconds that other requests of the host lose if the worker uses its cores for `seconds`."""
-    if worker.requests > 0:
+    if worker.rows > 0:
         return 0.0
-    return sum(_slowed_share(other) * seconds for other in worker.busy_neighbours)
+    return sum(_slowed_share(other, worker) * seconds for other in worker.neighbours if other.requests > 0)
 
 
-def _slowed_share(worker: WorkerSnapshot) -> float:
-    """Return how many seconds the worker's requests lose a second if one more worker of its host is busy."""
-    before, after = worker.costs_now, worker.costs.on(worker.spread(2))
+def _slowed_share(worker: WorkerSnapshot, busy: WorkerSnapshot) -> float:
+    """Return how many seconds the worker's requests lose a second while its neighbour `busy` computes."""
+    others = sum(other.requests > 0 for other in worker.neighbours if other.worker_id != busy.worker_id)
+    before, after = worker.costs.on(worker.spread(others)), worker.costs.on(worker.spread(others + 1))
     decode_s = before.decode_s(worker.rows, worker.context_tokens)
     longer_s = after.decode_s(worker.rows, worker.context_tokens)
     lost = worker.rows * (1 - decode_s / longer_s) if longer_s > 0 else 0.0
@@ -250,7 +283,7 @@ def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) ->
         return PredictedMiss("slo_ttft", first, ttft_s, request.slo_ttft_s, alone_s, ttft_s - alone_s)
     tpot_s = _tpot_s(request, predicted, decode)
     if tpot_s > request.slo_tpot_s:
-        costs = decode.costs_now
+        costs = decode_costs(request, decode)
         alone_s = costs.decode_s(1, request.num_tokens) / max(costs.tokens_per_row, 1.0)
         return PredictedMiss("slo_tpot", decode, tpot_s, request.slo_tpot_s, alone_s, predicted.decode_s)
     return None
@@ -265,6 +298,6 @@ def _tpot_s(request: RequestFacts, predicted: Prediction, decode: WorkerSnapshot
     tpot_s = predicted.tpot_s(request.output_tokens)
     if predicted.decode_s <= 0:
         return tpot_s
-    costs, share = decode.costs_now, predicted.decode_s / (predicted.ttft_s + predicted.decode_s)
+    costs, share = decode_costs(request, decode), predicted.decode_s / (predicted.ttft_s + predicted.decode_s)
     fewer_s = (1 - share) * (costs.row_s * decode.rows + costs.context_s * decode.context_tokens)
     return tpot_s - fewer_s / max(costs.tokens_per_row, 1.0)

@@ -492,6 +492,48 @@ def test_costs_are_those_of_the_cores_available_now() -> None:
     assert busy.costs_now == COSTS
 
 
+def test_a_prompt_at_the_neighbour_uses_its_cores_only_while_it_lasts() -> None:
+    """Otherwise one split prompt would halve the decode worker's predicted speed for whole answers."""
+    p, d = on_one_host(prefill("p"), decode("d", **decoding(8)))
+    idle_s = decode_cost(facts(), d).decode_s
+    p.requests = p.prompts = p.computed_prompts = 1
+    p.prefill_tokens = p.computed_tokens = 256
+    assert idle_s < decode_cost(facts(), d).decode_s < 1.1 * idle_s
+    assert slowed_s(p, 2.0) == pytest.approx(8 * (1 - 0.5**0.5) * 2.0), (
+        "decoding there costs as much as before"
+    )
+    p.prompts = p.computed_prompts = 50
+    p.prefill_tokens = p.computed_tokens = 50 * 256
+    assert decode_cost(facts(), d).decode_s == pytest.approx(idle_s * 2**0.5), "prompts all the time"
+
+
+@pytest.mark.parametrize("cached", ["p", "d"])
+def test_a_wave_of_chats_decodes_on_one_worker_with_all_cores(cached: str) -> None:
+    """The costs are SmolLM2-135M's. One prompt at `p`, for its cached prefix, must not draw others there."""
+    p, d = on_one_host(prefill("p"), decode("d"))
+    p.costs = d.costs = StepCosts(
+        step_s=0.0143,
+        row_s=0.00076,
+        context_s=1.25e-6,
+        chunk_s=0.0018,
+        token_s=0.00033,
+        kv_bytes=23040,
+        decode_scaling=0.5,
+        prefill_scaling=0.9,
+    )
+    for number in range(16):
+        request = facts(num_tokens=60, output_tokens=96, cached_tokens={cached: 32})
+        chosen = placed("cost", [p, d], request).workers
+        by_name = {"p": p, "d": d}
+        first, last = by_name[next(iter(chosen.values()))], by_name[chosen["decode"]]
+        for worker in {first.worker_id: first, last.worker_id: last}.values():
+            worker.requests, worker.last_placed = worker.requests + 1, number + 1
+        first.prompts, first.prefill_tokens = first.prompts + 1, first.prefill_tokens + 60
+        first.computed_prompts, first.computed_tokens = first.computed_prompts + 1, first.computed_tokens + 60
+        last.rows, last.context_tokens = last.rows + 1, last.context_tokens + 60
+    assert sorted((p.rows, d.rows)) == [0, 16]
+
+
 def test_taking_cores_back_is_charged_with_the_others_loss() -> None:
     p, d = on_one_host(prefill("p"), decode("d", **decoding(3)))
     assert slowed_s(p, 2.0) == pytest.approx(3 * (1 - 0.5**0.5) * 2.0)
