@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import re
 import statistics
 from pathlib import Path
@@ -179,6 +181,54 @@ def test_what_an_example_costs_equals_the_profile() -> None:
         token = step / int(requests)
         figures = (f"{step * 1e3:.2f}", f"{1 / token:,.0f}", f"{price * token * 1e6:.2f}")
         assert cells == [*figures, f"{price * (prompt + answer * token) * 1e6:,.0f}"]
+
+
+def test_what_a_chunk_costs_equals_the_profile() -> None:
+    costs, streams, prompt = read_profile(DEFAULT_PROFILE).costs, 64, 4096
+    decode = costs.decode_s(streams, streams * 1152)
+    rows = table("How is a request scheduled?")
+    assert [row[0] for row in rows] == ["256", "512", "1,024", "4,096"]
+    for size, *cells in rows:
+        chunk = int(size.replace(",", ""))
+        steps = [decode + costs.chunks_s(chunk, before, chunk) for before in range(0, prompt, chunk)]
+        figures = (f"{max(steps) * 1e3:.1f}", f"{sum(steps) * 1e3:.0f}")
+        assert cells == [f"{len(steps)}", *figures, f"{streams * len(steps) / sum(steps):,.0f}"]
+
+
+def test_what_drafts_bring_on_a_gpu_equals_the_profile() -> None:
+    profile = read_profile(DEFAULT_PROFILE)
+    assert profile.speculation is not None
+    costs, [method] = profile.costs, profile.speculation.methods
+    drafted = len(method.acceptance)
+    tokens = 1 + sum(itertools.accumulate(method.acceptance, operator.mul))
+
+    def gain(requests: int, context: int) -> float:
+        plain = costs.decode_s(requests, requests * context)
+        return tokens * plain / (plain + drafted * (costs.row_s * requests + method.level_s))
+
+    text = " ".join(section(HEADING).split())
+    assert f"decoding gains {gain(1, 1152):.2f} times at one request" in text
+    never = next(requests for requests in itertools.count(1) if gain(requests, 0) <= 1)
+    assert f"gains nothing from {never} requests on" in text
+    assert f"it still gains {gain(64, 1152):.2f} at 64 and {gain(256, 1152):.2f} at 256" in text
+
+
+def test_the_autoscalers_hours_equal_the_plannings() -> None:
+    planning = (ROOT / "docs/planning.md").read_text()
+    [day, trace] = re.findall(
+        r"^\| .* \| [\d,]+ \| (0\.\d+) \| \d+ \| \d+ \| (\d\.\d\d) \|$", planning, re.MULTILINE
+    )
+    text = " ".join(section("How many workers does a load take?").split())
+    assert day[1] == "1.00"
+    assert (
+        f"it keeps {float(day[0]):.1%}".replace("%", " %") + " of the requests within the SLO with as many"
+        in text
+    )
+    assert (
+        f"and {float(trace[0]):.1%}".replace("%", " %")
+        + f" of a day of Mooncake's trace with {trace[1]} times"
+        in text
+    )
 
 
 def test_pull_speeds_equal_the_profile() -> None:
