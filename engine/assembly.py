@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -33,6 +32,7 @@ from engine.sampler import Grammars, Sampler, SamplingRow
 from engine.sampler.grammars import load_vocabulary
 from engine.step.profiling import activation_bytes
 from engine.step.speculation_interface import Speculator
+from engine.usable_memory import usable_memory
 from protocol.config import ServeConfig
 from protocol.costs import itl_bound
 from protocol.errors import ConfigError, InvalidRequestError
@@ -255,7 +255,7 @@ def _host_slots(config: ServeConfig, pool: KVPool) -> int:
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB hold {num_slots} blocks of "
             f"{block_bytes} bytes; at least {least} are needed"
         )
-    available = psutil.virtual_memory().available - (0 if pool.is_cuda else pool.num_bytes)
+    available = usable_memory().available - (0 if pool.is_cuda else pool.num_bytes)
     if nbytes > available:
         raise ConfigError(
             f"--kv-offloading-size: {config.kv_offloading_size:g} GiB are asked for, this host has "

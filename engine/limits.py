@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-import psutil
-
+from engine.usable_memory import usable_memory
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from protocol.speculation import Quantization
@@ -67,12 +66,12 @@ def cpu_pool_budget(config: ServeConfig, max_model_len: int, sequence_bytes: int
     one sequence of `max_model_len` tokens.
     """
     if config.kv_cache_memory_bytes is not None:
-        total = psutil.virtual_memory().total
+        total = usable_memory().total
         if (asked := config.kv_cache_memory_bytes) > total:
             raise ConfigError(f"--kv-cache-memory-bytes: {asked} are asked for, this host has {total}")
         return asked, "--kv-cache-memory-bytes"
     share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"
-    fair = int(psutil.virtual_memory().available * config.gpu_memory_utilization / 2)
+    fair = int(usable_memory().available * config.gpu_memory_utilization / 2)
     # Few sequences get that long: the prefix cache uses the rest.
     sequences = config.max_num_seqs
     return min(
