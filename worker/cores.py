@@ -10,7 +10,10 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
+
+from native.control_groups import PROC, groups_of
 
 MAX_WORKERS = 256
 """Most workers on one board. Further workers keep to their own share."""
@@ -62,9 +65,24 @@ class CorePlaces:
             self.board.write(index, is_busy=False)
 
 
-def host_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def host_cores(proc: Path = PROC) -> int:
+    """Return the number of cores that the process whose files are in `proc` may use.
+
+    A limit of its container may be a share of time on all cores: as many threads as that is worth are used,
+    since Linux would stop more of them for a part of each period.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for version, folder in groups_of("cpu", proc):
+        try:
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            share = int(quota) / int(period)
+        except (OSError, ValueError):  # no limit: the file is missing in the root group, or says "max"
+            continue
+        cores = min(cores, max(1, int(share))) if share > 0 else cores
+    return cores
 
 
 class SharedCores:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
-from worker.cores import MAX_WORKERS, CoreBoard, CorePlace, CorePlaces, SharedCores
+import pytest
+
+from worker.cores import MAX_WORKERS, CoreBoard, CorePlace, CorePlaces, SharedCores, host_cores
 
 
 class Workers:
@@ -110,3 +113,24 @@ def test_workers_beyond_the_boards_room_do_without() -> None:
     places.give_back(1000)
     places.give_back(7)
     assert places.first_free() == CorePlace(places.board, 7)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max", 8), ("300000", 3), ("250000", 2), ("50000", 1), ("900000", 8)]
+)
+def test_a_containers_share_of_time_limits_its_cores(
+    version: int, quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    files = {"cpu.max": f"{quota} 100000"}
+    mount, path = f"31 23 0:27 / {tmp_path} rw - cgroup2 cgroup2 rw", "0::/pod/one"
+    if version == 1:
+        files = {"cpu.cfs_quota_us": quota.replace("max", "-1"), "cpu.cfs_period_us": "100000"}
+        mount, path = f"31 23 0:27 / {tmp_path} rw - cgroup cgroup rw,cpu,cpuacct", "4:cpu,cpuacct:/pod/one"
+    (tmp_path / "pod/one").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / "pod" / name).write_text(f"{text}\n")
+    (tmp_path / "cgroup").write_text(f"{path}\n")
+    (tmp_path / "mountinfo").write_text(f"{mount}\n")
+    assert host_cores(tmp_path) == cores
