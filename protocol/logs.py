@@ -32,11 +32,16 @@ def log_to_stderr(level: str, log_format: LogFormat, process: str = "") -> None:
 
 
 def say(log_format: LogFormat, text: str, **fields: Any) -> None:
-    """Print a message for the user on standard output, or log it with `fields` if logs are JSON."""
+    """Print a message for the user on standard output, or log it: with `fields` if logs are JSON, or if it
+    cannot be printed.
+    """
     if log_format == "json":
         logging.getLogger("tandem").info("%s", text, extra=fields)
-    else:
+        return
+    try:
         print(text, flush=True)
+    except OSError as error:  # a full disk, or a pipe that nobody reads any more
+        logging.getLogger("tandem").warning("standard output: %s: %s", error, text)
 
 
 def _is_standard(name: str) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import pytest
 from protocol import logs
 from protocol.logs import RareLog, log_to_stderr
 
+ROOT = Path(__file__).parents[2]
 log = logging.getLogger("a.logger")
 
 
@@ -74,3 +78,13 @@ def test_repeated_lines_are_limited_and_counted(caplog, monkeypatch):
     log.warning("refused %s", "too soon")
     assert caplog.records[-1].getMessage() == "refused later (and 999 more like it before)"
     assert len(caplog.records) == 2
+
+
+def test_a_message_that_cannot_be_printed_is_logged() -> None:
+    """A full disk below standard output, or its reader's end, does not end the server."""
+    program = "from protocol.logs import *; log_to_stderr('info', 'text'); say('text', 'Listening')"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "standard output: [Errno 28] No space left on device: Listening" in done.stderr
