@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 from native.ownership import check_own, check_private, open_own
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from protocol.logs import RareLog
 from router.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class ResponseStore:
         self._most_bytes = config.max_stored_response_bytes
         self._on_drop = on_drop
         self._lock = threading.Lock()
+        self._log = RareLog(logger)
         path = config.response_store
         try:
             if path is not None:
@@ -84,7 +86,7 @@ class ResponseStore:
                     (self._most_bytes, self._most),
                 ).rowcount
         except ApiError as error:
-            logger.warning("response %s could not be stored: %s", response.id, error)
+            self._log.warning("response %s could not be stored: %s", response.id, error)
             self._on_drop("failed")
             return False
         for _ in range(dropped):

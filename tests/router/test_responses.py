@@ -13,8 +13,10 @@ from pydantic import BaseModel
 
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from router.errors import ApiError
 from router.openai_types import MAX_ARGUMENT_BYTES
 from router.responses.store import ResponseStore, StoredResponse
+from tests.full_disk import full_disk
 from tests.router.router_clients import openai_client
 from tests.router.scripted import HERMES, NOW, PARIS, WEATHER, Scripted
 
@@ -424,6 +426,20 @@ def test_a_file_outlives_its_router_and_is_shared(tmp_path):
     again = store(dropped, response_store=str(path))
     assert again.get("resp_2", "me") == response(2) and not dropped
     again.close()
+
+
+def test_a_full_disk_refuses_new_responses_and_keeps_the_stored_ones(tmp_path, caplog):
+    dropped: list[str] = []
+    kept = store(dropped, response_store=str(tmp_path / "store"))
+    with full_disk(100_000):
+        stored = [number for number in range(20) if kept.put(response(number, 10_000))]
+        assert 0 < len(stored) < 20 and dropped == ["failed"] * (20 - len(stored))
+        assert found(kept, range(20)) == stored
+        with pytest.raises(ApiError, match="stored responses are out of reach: "):
+            kept.delete(f"resp_{stored[0]}", "me")
+    assert kept.put(response(20, 10_000)) and found(kept, range(21)) == [*stored, 20]
+    assert caplog.text.count("could not be stored") == 1, "a full disk does not fill the log"
+    kept.close()
 
 
 def test_a_foreign_or_broken_file(tmp_path):
