@@ -317,10 +317,11 @@ class Supervisor:
             self._forget(slot)
             log.info("worker %s has left", slot.worker_id)
             return
-        if not slot.was_ready and not by_host and slot.added_at is not None:
+        may_start = slot.was_ready or by_host or (vanished and slot.failed_starts == 0)
+        if not may_start and slot.added_at is not None:
             self._give_up(slot, f"it cannot start: {reason}")
             return
-        if not slot.was_ready and not by_host:
+        if not may_start:
             raise StartUpError(f"worker {slot.worker_id} cannot start: {reason}")
         now = time.monotonic()
         if slot.changes and not vanished:

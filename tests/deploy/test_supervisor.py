@@ -134,6 +134,22 @@ def test_an_actor_that_does_not_answer_is_replaced_at_the_first_start_too() -> N
         supervisor._end_start(slot, fault, late)
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_a_worker_that_is_killed_at_its_first_start_gets_a_second_one(added: bool) -> None:
+    """The server may already serve by other workers, whose requests would be lost with it."""
+    supervisor, slot, done = starting()
+    supervisor._give_up = lambda slot, reason: done.append(reason)
+    slot.added_at = time.monotonic() if added else None
+    supervisor._on_ended(slot, "killed", vanished=True)
+    assert done == ["worker"] and slot.start_at is not None
+    if added:
+        supervisor._on_ended(slot, "killed", vanished=True)
+        assert done == ["worker", "it cannot start: killed"]
+    else:
+        with pytest.raises(StartUpError, match="worker decode-0 cannot start: killed"):
+            supervisor._on_ended(slot, "killed", vanished=True)
+
+
 def test_a_worker_whose_start_takes_too_long_gets_another_actor() -> None:
     """The old actor may wait for something that never comes, and would block the next start."""
     supervisor, slot, done = starting()
