@@ -177,7 +177,7 @@ def test_a_cpu_pool_fits_the_model_and_the_machine(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    memory = SimpleNamespace(available=available)
+    memory = SimpleNamespace(total=64 * GIB, available=available)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     with caplog.at_level("DEBUG", "tandem.engine"):
         assert blocks_for(max_model_len=max_model_len, max_num_seqs=8) == nbytes // (16 * 4096)
