@@ -19,8 +19,7 @@ from typing import Any, get_args
 import msgspec
 
 from checkpoints.source import draft_method, use_download_dir
-from deploy.gpus import runs_on_cpus
-from deploy.resources import check_ranks
+from deploy.resources import check_ranks, runs_on_cpus
 from deploy.spellings import add_options, nearest
 from messaging.files import http_tls, read_private, read_trusted, tls_files
 from models.bundled import bundled_draft, bundled_path

@@ -15,10 +15,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from deploy.gpus import may_use_gpu
 from deploy.processes import end_descendants, kill_descendants
 from deploy.ray_cluster import HeadWatch, RayCluster
-from deploy.resources import choose_threads
+from deploy.resources import choose_threads, may_use_gpu
 from deploy.routers.pool import RouterPool, Routers
 from deploy.signals import Patience, complain, leave_unready
 from deploy.template.client import TemplateClient

@@ -18,9 +18,16 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.mtp_layouts import find_layouts
 from checkpoints.source import ASSISTANTS, hf_source, is_gguf, split_hub_file
-from deploy.gpus import cuda_fault, has_cuda_build, in_container, may_use_gpu
 from deploy.processes import raise_file_limit
-from deploy.resources import check_heads, check_number, plan_workers
+from deploy.resources import (
+    check_heads,
+    check_number,
+    cuda_fault,
+    has_cuda_build,
+    in_container,
+    may_use_gpu,
+    plan_workers,
+)
 from engine.limits import check_draft, check_quantization, choose_max_model_len, cpu_pool_budget
 from engine.lora.config import AdapterError, check_files
 from protocol.config import ServeConfig

@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from deploy import gpus
+from deploy import resources
 from deploy.config import load_config
 from models.bundled import BUNDLED_MODEL
 from protocol.config import ServeConfig, field_docs, field_types, flag_name
@@ -76,8 +76,8 @@ def test_draft_workers_still_need_a_method():
 def test_servers_that_may_have_gpus_speculate_only_if_asked(
     ray_address, fault, has_build, speculates, monkeypatch
 ):
-    monkeypatch.setattr(gpus, "cuda_fault", lambda: fault)
-    monkeypatch.setattr(gpus, "has_cuda_build", lambda: has_build)
+    monkeypatch.setattr(resources, "cuda_fault", lambda: fault)
+    monkeypatch.setattr(resources, "has_cuda_build", lambda: has_build)
     found = load_config({"ray_address": ray_address}, {}).speculative_config
     assert found == (DEFAULT_SPECULATION if speculates else None)
 

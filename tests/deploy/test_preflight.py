@@ -18,7 +18,7 @@ import pytest
 from huggingface_hub import constants
 from safetensors.numpy import save_file
 
-from deploy import gpus, preflight
+from deploy import preflight, resources
 from deploy.config import load_config
 from deploy.preflight import check_source, check_start
 from protocol.config import ServeConfig
@@ -217,13 +217,13 @@ def test_models_that_may_need_less_memory_are_left_to_the_workers(
 
 
 def test_cuda_without_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "version", lambda name: "2.13.0+cpu")
+    monkeypatch.setattr(resources, "version", lambda name: "2.13.0+cpu")
     with pytest.raises(ConfigError, match=r"--device: cuda was asked for, but PyTorch 2.13.0\+cpu is built"):
         check(model, device="cuda")
     for name in ("triton", "flash"):
         with pytest.raises(ConfigError, match=f"--attention-backend: {name} is for GPUs, but PyTorch"):
             check(model, device="auto", attention_backend=name)
-    monkeypatch.setattr(gpus, "version", lambda name: "2.13.0+cu128")
+    monkeypatch.setattr(resources, "version", lambda name: "2.13.0+cu128")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(
         ConfigError, match=r"--device: cuda was asked for, but (this host has no NVIDIA|the NVIDIA)"
@@ -236,7 +236,7 @@ def test_containers_with_a_cuda_build_do_not_fall_back_to_the_cpu(
 ) -> None:
     monkeypatch.setattr(preflight, "has_cuda_build", lambda: True)
     monkeypatch.setattr(preflight, "cuda_fault", lambda: "there is no driver")
-    monkeypatch.setattr(gpus, "_CONTAINER_MARKS", [tmp_path])
+    monkeypatch.setattr(resources, "_CONTAINER_MARKS", [tmp_path])
     with pytest.raises(ConfigError, match=r"--device: auto finds no GPU in this container.*no driver"):
         check(model, device="auto")
     check(model, device="cpu")
