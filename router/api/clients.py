@@ -15,8 +15,7 @@ from router.api.access import Admitted, Json, State, posted
 from router.api_keys import Admission
 from router.errors import ApiError
 from router.openai_types import DetokenizeBody, TokenizeBody
-from router.responses.input_items import MAX_PAGE, Order, page_of
-from router.responses.store import StoredResponse
+from router.responses.store import MAX_PAGE, Order, StoredResponse, page_of
 from router.state import RouterState
 
 router = APIRouter()
