@@ -24,8 +24,14 @@ from engine.kv.tiers.host import HostMemory
 from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
 from engine.parallel import messages
-from engine.parallel.distributed_ranks import DistributedRanks, Meeting
-from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks, SharedRanks
+from engine.parallel.group import (
+    GATHER_TIMEOUT_S,
+    DistributedRanks,
+    LostRankError,
+    Meeting,
+    Ranks,
+    SharedRanks,
+)
 from engine.parallel.messages import (
     READY,
     BuildRunners,

@@ -20,9 +20,8 @@ from engine.kv.attention import AttentionBackend, AttentionMetadata, AttentionOp
 from engine.kv.layout import TARGET
 from engine.kv.pool import KVPool
 from engine.load.select import build_runner, runner_of
-from engine.parallel.distributed_ranks import DistributedRanks
 from engine.parallel.division import Heads, heads_of, model_share, query_columns
-from engine.parallel.group import Columns, Ranks, SharedRanks
+from engine.parallel.group import Columns, DistributedRanks, Ranks, SharedRanks
 from engine.parallel.program_share import DescriptionShare, program_share
 from protocol.config import ServeConfig
 from protocol.errors import UnsupportedModelError

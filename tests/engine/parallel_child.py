@@ -19,9 +19,8 @@ from engine.engine import Engine
 from engine.lora.config import AdapterError
 from engine.lora.files import RawAdapter
 from engine.parallel import messages
-from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.follower import follow
-from engine.parallel.group import GATHER_TIMEOUT_S, LostRankError, Ranks
+from engine.parallel.group import GATHER_TIMEOUT_S, DistributedRanks, LostRankError, Meeting, Ranks
 from engine.parallel.leader import Join, Leader, _follow, join_by
 from engine.parallel.messages import AdapterKept, KeepAdapter, RankCall, receive
 from kvtransfer.blocks.memory import PoolMemory

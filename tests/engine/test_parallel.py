@@ -35,9 +35,8 @@ from engine.lora.files import read_adapter
 from engine.lora.table import adaptable
 from engine.model.describe import describe
 from engine.parallel import follower, group, messages
-from engine.parallel.distributed_ranks import DistributedRanks, Meeting
 from engine.parallel.division import model_share
-from engine.parallel.group import LostRankError, Ranks, SharedRanks
+from engine.parallel.group import DistributedRanks, LostRankError, Meeting, Ranks, SharedRanks
 from engine.parallel.messages import BuildRunners, RankCall, RunStep, encode
 from engine.parallel.pools import LeadingMemory, LeadingPool, held_pool, rank_layout
 from engine.parallel.program_share import program_share
