@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine.batch.step_inputs import StepShape
-from engine.devices.cuda import graphs
-from engine.devices.cuda.graphs import CudaGraph, capture_all, stand_ins
+from engine.devices.cuda import runner
+from engine.devices.cuda.runner import CudaGraph, capture_all, stand_ins
 
 GIB = 1 << 30
 SHAPES = [StepShape(rows=rows, blocks=blocks) for rows in (1, 2, 4) for blocks in (8, 16)]
@@ -63,7 +63,7 @@ def test_steps_that_wait_for_the_device_are_not_captured(monkeypatch: pytest.Mon
         assert modes[-1] == "error"
         raise RuntimeError("called a synchronizing CUDA operation\nsomewhere")
 
-    found = graphs.CudaGraphs(torch.device("cuda"))
+    found = runner.CudaGraphs(torch.device("cuda"))
     assert found.fault(wait) == "called a synchronizing CUDA operation"
     assert found.fault(lambda: None) == ""
     assert modes == ["error", "default"] * 2
@@ -89,7 +89,7 @@ def shapes(rows_each: int, *sequences: int) -> list[StepShape]:
 def test_the_largest_is_captured_first_then_the_smallest(
     device: Any, count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: device.now)
     caplog.set_level(logging.INFO, "tandem.engine")
     captured = capture_all(SHAPES, device.capture, device)
     order = [shape for shape in [SHAPES[-1], *SHAPES[:-1]] if shape.rows <= device._too_large]
@@ -105,7 +105,7 @@ def test_each_number_of_rows_per_sequence_has_a_graph(
 ) -> None:
     """If time runs out, the largest of each kind are captured, and of the others the smallest."""
     device: Any = Device(0, seconds=10.0)
-    monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: device.now)
     decode, verify = shapes(1, 1, 2, 4, 8), shapes(3, 1, 2, 4)
     captured = capture_all([*verify, *decode], device.capture, device)
     assert list(captured) == [verify[-1], decode[-1], *decode[:4], verify[0]]
@@ -118,7 +118,7 @@ def test_of_the_largest_graphs_the_one_with_adapters_comes_first(monkeypatch: py
     plain = shapes(1, 1, 2, 4)
     adapted = [replace(shape, adapters=True) for shape in plain]
     device: Any = Device(0, seconds=15.0)
-    monkeypatch.setattr(graphs.time, "monotonic", lambda: device.now)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: device.now)
     captured = capture_all([*adapted, *plain], device.capture, device)
     assert list(captured) == [adapted[-1], plain[0], adapted[0], plain[1], adapted[1]]
     taken = stand_ins([*adapted, *plain], captured)
