@@ -41,8 +41,7 @@ from protocol.errors import InvalidRequestError
 from protocol.logs import log_to_stderr
 from protocol.ports import worker_ports
 from speculation.draft_model import check_draft, draft_config
-from speculation.multi_step import MultiStepSpeculator
-from speculation.remote import RemoteDrafter
+from speculation.remote import MultiStepSpeculator, RemoteDrafter
 from speculation.speculator import BatchSpeculator
 from worker.launch import Launch
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.engine import Engine
 from engine.step.sequence import SequenceStage
-from speculation.multi_step import MultiStepSpeculator
+from speculation.remote import MultiStepSpeculator
 from tests.speculation.small_engine import ask, prompt_of, run, small_config
 
 PROMPT = prompt_of(30)

@@ -18,8 +18,7 @@ from protocol.ids import PeerAddress
 from protocol.requests import DraftPlan, EngineRequest
 from protocol.router_to_worker import PeerGone, Replan
 from protocol.speculation import SpeculativeConfig
-from speculation.multi_step import MultiStepSpeculator
-from speculation.remote import RemoteDrafter
+from speculation.remote import MultiStepSpeculator, RemoteDrafter
 from speculation.speculator import BatchSpeculator
 from tests.speculation.small_engine import run, small_config, tokens
 from tests.worker.light_loop import LightLoop, address
