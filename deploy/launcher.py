@@ -15,11 +15,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from deploy.processes import end_descendants, kill_descendants
+from deploy.processes import Patience, complain, end_descendants, kill_descendants, leave_unready
 from deploy.ray_cluster import HeadWatch, RayCluster
 from deploy.resources import choose_threads, may_use_gpu
 from deploy.routers.pool import RouterPool, Routers
-from deploy.signals import Patience, complain, leave_unready
 from deploy.template.client import TemplateClient
 from messaging.sockets import ClusterKeys
 from native.heap import freeze_heap

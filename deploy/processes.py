@@ -1,4 +1,6 @@
-"""This host's processes: what they import, how many files they open, which are stuck, how they end."""
+"""This host's processes: what they import, how many files they open, which are stuck, how they end, this one
+included.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,15 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import psutil
+
+from protocol.config import ServeConfig
 
 STOPPED_S = 3.0
 """A process that has been stopped this long (by SIGSTOP, or by a debugger) is stuck."""
@@ -184,3 +191,41 @@ def _remove_if_abandoned(lock: Path) -> None:
             shutil.rmtree(lock.parent)
         finally:
             os.close(descriptor)
+
+
+class Patience:
+    """The handler of signals while the router's own handlers are not installed.
+
+    Before Ray's start, a signal ends the process at once, since an exception could get lost in a callback of
+    the import system. During an orderly shutdown, a signal cuts it short.
+    """
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self.started = self.asked = False
+        self.ending = False
+        self.over = threading.Event()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.ending:
+            self.over.set()
+        elif self.started:
+            raise KeyboardInterrupt
+        else:
+            kill_descendants()
+            leave_unready(self._config)
+
+
+def leave_unready(config: ServeConfig) -> NoReturn:
+    """End the process at once, without waiting for Ray's other threads."""
+    complain(config, "stopped before the server was ready")
+    os._exit(130)
+
+
+def complain(config: ServeConfig, reason: str) -> None:
+    """Report why the server ends, unless the terminal is gone."""
+    if config.log_format == "json":
+        log.error("%s", reason)
+    else:
+        with contextlib.suppress(OSError):
+            print(f"tandem: {reason}", file=sys.stderr, flush=True)

@@ -7,10 +7,9 @@ import signal
 
 from deploy.config import ENV_PREFIX
 from deploy.preflight import check_start
-from deploy.processes import adopt_orphans, import_paths, kill_descendants
+from deploy.processes import Patience, adopt_orphans, complain, import_paths, kill_descendants
 from deploy.ray_cluster import RayCluster
 from deploy.resources import choose_threads, thread_environment
-from deploy.signals import Patience, complain
 from deploy.template.client import TemplateClient
 from protocol.config import ServeConfig
 from protocol.errors import TandemError

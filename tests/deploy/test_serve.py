@@ -318,7 +318,7 @@ def test_a_signal_during_the_imports_is_not_lost() -> None:
     """Python ignores exceptions in callbacks of weak references, which imports use."""
     code = """if True:
         import os, signal, weakref
-        from deploy.signals import Patience
+        from deploy.processes import Patience
         class Lock: pass
         from protocol.config import ServeConfig
         signal.signal(signal.SIGINT, Patience(ServeConfig()).on_signal)
@@ -333,7 +333,7 @@ def test_a_signal_before_the_server_is_ready_needs_no_terminal() -> None:
     """Nobody reads what the process prints."""
     code = """if True:
         import os, signal
-        from deploy.signals import Patience
+        from deploy.processes import Patience
         from protocol.config import ServeConfig
         reader, writer = os.pipe()
         os.close(reader), os.dup2(writer, 2)

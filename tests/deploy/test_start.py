@@ -14,7 +14,7 @@ import pytest
 import deploy.launcher
 from deploy.config import load_config
 from deploy.launcher import announcement
-from deploy.signals import Patience
+from deploy.processes import Patience
 from protocol.config import ServeConfig
 from protocol.speculation import DEFAULT_SPECULATION, SpeculativeConfig
 from router.reading.prepared import GenerationDefaults
