@@ -29,7 +29,7 @@ from protocol.errors import ConfigError
 from protocol.ports import http_url, router_ports
 from protocol.version import version
 from router.api import clients, generate, operate, public
-from router.api.access import BEARER, add_schemas, admitted, error_answers, guarded, operator
+from router.api.access import BEARER, admitted, completed, error_answers, guarded, operator
 from router.connection import HEAD_TIMEOUT_S, Connections, HttpConnection, raise_file_limit
 from router.errors import ApiError
 from router.middleware import Envelope, answer_error
@@ -332,7 +332,7 @@ class _Application(FastAPI):
         return Envelope(app, state.metrics, state.config.root_path)
 
     def openapi(self) -> dict[str, Any]:
-        return self.openapi_schema or add_schemas(super().openapi())
+        return self.openapi_schema or completed(super().openapi())
 
 
 def build_app(state: RouterState) -> FastAPI:

@@ -100,7 +100,7 @@ def posted(body: type[msgspec.Struct], answer: str) -> dict[str, Any]:
     """Return a route's options that describe its body, by the docstring of its type, and its answer."""
     _bodies[body.__name__] = body
     described = {"requestBody": {"required": True, "content": _content(body)}}
-    return {"summary": body.__doc__, "response_description": answer, "openapi_extra": described}
+    return {"description": body.__doc__, "response_description": answer, "openapi_extra": described}
 
 
 def small(body: type[T], default: bytes = b"") -> Callable[..., Awaitable[T]]:
@@ -118,8 +118,13 @@ def error_answers() -> dict[int | str, dict[str, Any]]:
     return {"default": {"description": "The error", "content": _content(ErrorBody)}}
 
 
-def add_schemas(document: dict[str, Any]) -> dict[str, Any]:
-    """Add the schemas of the types that routes refer to."""
+def completed(document: dict[str, Any]) -> dict[str, Any]:
+    """Add the schemas of the types that routes refer to. Descriptions, which FastAPI takes from docstrings,
+    become the routes' summaries.
+    """
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["summary"] = " ".join(operation.pop("description", operation["summary"]).split())
     _, schemas = msgspec.json.schema_components(_bodies.values(), ref_template=_REF)
     document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
     return document

@@ -21,24 +21,18 @@ from router.state import RouterState
 router = APIRouter()
 
 
-@router.get(
-    "/v1/models",
-    summary="The model, and its adapters with it as their `parent`.",
-    response_description="OpenAI's list of models",
-)
+@router.get("/v1/models", response_description="OpenAI's list of models")
 async def list_models(state: State) -> Response:
+    """List the model, and its adapters with it as their `parent`."""
     base = _model_card(state)
     others = [{**base, "id": name} for name in state.config.model_names[1:]]
     cards = [_adapter_card(base, each) for each in state.adapters.named.values()]
     return Json({"object": "list", "data": [base, *others, *cards]})
 
 
-@router.get(
-    "/v1/models/{model_id:path}",
-    summary="One model.",
-    response_description="OpenAI's model, with `max_model_len`",
-)
+@router.get("/v1/models/{model_id:path}", response_description="OpenAI's model, with `max_model_len`")
 async def show_model(state: State, model_id: str) -> Response:
+    """Show one model."""
     base, adapter = _model_card(state), state.adapters.find(model_id)
     return Json({**base, "id": model_id} if adapter is None else _adapter_card(base, adapter))
 
@@ -58,25 +52,18 @@ async def count_tokens(request: Request, state: State) -> Response:
     return await _convert(request, state, "count_tokens")
 
 
-@router.get(
-    "/v1/responses/{response_id}",
-    summary="A response that was stored.",
-    response_description="OpenAI's response",
-)
+@router.get("/v1/responses/{response_id}", response_description="OpenAI's response")
 async def get_response(
     state: State, admission: Admitted, response_id: str, stream: str = "false"
 ) -> Response:
+    """Return a stored response."""
     if stream != "false":
         raise InvalidRequestError("stream", "is not supported for a response that is complete")
     found = await _stored(state, admission, response_id)
     return Response(found.body, media_type="application/json")
 
 
-@router.get(
-    "/v1/responses/{response_id}/input_items",
-    summary="The items that a stored response answered, with those of the responses that it continues.",
-    response_description="OpenAI's list of items",
-)
+@router.get("/v1/responses/{response_id}/input_items", response_description="OpenAI's list of items")
 async def list_input_items(
     state: State,
     admission: Admitted,
@@ -85,26 +72,22 @@ async def list_input_items(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
     order: Order = "desc",
 ) -> Response:
+    """List the items that a stored response answered, with those of the responses that it continues."""
     found = await _stored(state, admission, response_id)
     page = await asyncio.to_thread(page_of, found, after, limit, order)
     return Response(page, media_type="application/json")
 
 
-@router.post(
-    "/v1/responses/{response_id}/cancel",
-    summary="Refused, as for all responses without `background`: to cancel one, close its connection.",
-)
+@router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(state: State, admission: Admitted, response_id: str) -> Response:
+    """Refuse, as for all responses without `background`: to cancel one, close its connection."""
     await _stored(state, admission, response_id)
     raise ApiError(400, f"response {response_id!r} is complete: only background responses can be cancelled")
 
 
-@router.delete(
-    "/v1/responses/{response_id}",
-    summary="Delete a response.",
-    response_description="`id`, `object`, `deleted`",
-)
+@router.delete("/v1/responses/{response_id}", response_description="`id`, `object`, `deleted`")
 async def delete_response(state: State, admission: Admitted, response_id: str) -> Response:
+    """Delete a response."""
     store, owner = state.responses, admission.key.entry.name
     if store is None or not await asyncio.to_thread(store.delete, response_id, owner):
         raise _not_found(response_id)

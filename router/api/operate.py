@@ -150,11 +150,11 @@ MAX_REQUESTS = 1000
 
 @router.get(
     "/workers",
-    summary="The workers, their load and their transfers.",
     response_description="`workers`, `awaited` (`id` and `role` of those that are being started or "
     "replaced), `router`",
 )
 async def show_workers(state: State) -> Response:
+    """Show the workers, their load and their transfers."""
     about = {"id": state.router_id, "incarnation": state.incarnation, "pid": os.getpid()}
     known = {worker.key.worker_id for worker in state.registry}
     expected = state.registry.expected.items()
@@ -164,24 +164,25 @@ async def show_workers(state: State) -> Response:
 
 @router.get(
     "/decisions",
-    summary="The latest placements, with what they were expected to cost and what happened, and changes of "
-    "the number of workers by --autoscale.",
     response_description="`decisions`, the newest first, at most `limit`; `scaling`, the newest first",
 )
 async def show_decisions(
     state: State, limit: Annotated[int, Query(ge=1, le=MAX_DECISIONS)] = DEFAULT_LIMIT
 ) -> Response:
+    """Show the latest placements, with what they were expected to cost and what happened, and changes of the
+    number of workers by --autoscale.
+    """
     found = [decision.as_json() for decision in state.placer.decisions.latest(limit)]
     return Json({"decisions": found, "scaling": [event.as_json() for event in state.autoscaler.log.latest()]})
 
 
 @router.get(
     "/cluster",
-    summary="The workers as placement sees them: load, KV, measured costs and links.",
     response_description="`placement`, `workers`, `awaited` (ids of workers that are being started), "
     "`links`, `drafts` (the number of requests by decode worker and by drafting worker)",
 )
 async def show_cluster(state: State) -> Response:
+    """Show the workers as placement sees them: load, KV, measured costs and links."""
     config, workers = state.config, list(state.registry)
     placement = {
         "prefill": config.prefill_placement or config.placement,
@@ -201,26 +202,23 @@ async def show_cluster(state: State) -> Response:
 
 @router.get(
     "/requests",
-    summary="The requests under way: their stage, their workers and how far they are.",
     response_description="`stages` (how many are in each), `requests`, the oldest first, at most `limit`",
 )
 async def show_requests(
     state: State, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = DEFAULT_LIMIT
 ) -> Response:
+    """Show the requests under way: their stage, their workers and how far they are."""
     now, live = time.monotonic(), list(state.journal)
     numbers = Counter(each.stage.shown for each in live)
     stages = {stage: numbers[stage] for stage in get_args(LiveStage)}
     return Json({"stages": stages, "requests": [_request(each, now) for each in live[:limit]]})
 
 
-@router.get(
-    "/doctor",
-    summary="The bottlenecks that keep requests waiting now, and how to remove them, the most costly first.",
-    response_description="`findings`, after `seconds` of watching",
-)
+@router.get("/doctor", response_description="`findings`, after `seconds` of watching")
 async def diagnose(
     state: State, seconds: Annotated[float, Query(gt=0, le=60, allow_inf_nan=False)] = 3
 ) -> Response:
+    """Find the bottlenecks that keep requests waiting now, and how to remove them, the most costly first."""
     before = _sample(state)
     await asyncio.sleep(seconds)
     after = _sample(state)

@@ -32,17 +32,15 @@ _INDEX_POLICY = f"{_ALONE}; script-src 'self'; style-src 'self'; connect-src 'se
 router = APIRouter()
 
 
-@router.get("/health", summary="Whether the router lives.", response_description="`status`")
+@router.get("/health", response_description="`status`")
 async def show_health() -> Response:
+    """Tell that the router lives."""
     return Json({"status": "ok"})
 
 
-@router.get(
-    "/ready",
-    summary="Whether requests are served, and which workers are `awaited`; 503 with a `reason` if not.",
-    response_description="`status`",
-)
+@router.get("/ready", response_description="`status`")
 async def show_readiness(state: State) -> Response:
+    """Tell that requests are served, and which workers are `awaited`; else 503 with a `reason`."""
     reason = state.not_ready()
     if reason is not None:
         return Json({"status": "not ready", "reason": reason}, status_code=503)
@@ -50,26 +48,21 @@ async def show_readiness(state: State) -> Response:
     return Json({"status": "ready", **({"awaited": awaited} if awaited else {})})
 
 
-@router.get("/version", summary="Tandem's version.", response_description="`version`")
+@router.get("/version", response_description="`version`")
 async def show_version() -> Response:
+    """Show Tandem's version."""
     return Json({"version": version()})
 
 
-@router.get(
-    "/metrics",
-    summary="Metrics of the router and of all workers.",
-    response_description="Prometheus text format",
-)
+@router.get("/metrics", response_description="Prometheus text format")
 async def show_metrics(state: State) -> Response:
+    """Show the metrics of the router and of all workers."""
     return Response(await asyncio.to_thread(state.metrics.render), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get(
-    "/",
-    summary="A playground and a live view of the cluster; or links.",
-    response_description="HTML, or JSON",
-)
+@router.get("/", response_description="HTML, or JSON")
 async def show_index(request: Request, state: State) -> Response:
+    """Show a playground and a live view of the cluster; or links."""
     about = {"name": "tandem", "version": version(), "model": state.config.model_name}
     if "text/html" in request.headers.get("accept", ""):
         offered = {"has_chat": state.chats.has_template, "splits": state.config.disaggregation}
@@ -78,25 +71,24 @@ async def show_index(request: Request, state: State) -> Response:
     return JSONResponse({**about, **links, "metrics": "/metrics"}, headers={"vary": "accept"})
 
 
-@router.get(
-    "/page/{name}",
-    summary="A script, style or icon of the page at `/`.",
-    response_description="JavaScript, CSS or SVG",
-)
+@router.get("/page/{name}", response_description="JavaScript, CSS or SVG")
 async def show_part(name: str) -> Response:
+    """Return a script, style or icon of the page at `/`."""
     if name not in _parts():
         raise HTTPException(404)
     headers = {**_SAFE, "cache-control": "no-cache"}
     return Response(_parts()[name], media_type=_PARTS[Path(name).suffix], headers=headers)
 
 
-@router.get("/docs", summary="This API, for people.", response_description="HTML")
+@router.get("/docs", response_description="HTML")
 async def show_docs(request: Request) -> Response:
+    """Describe this API, for people."""
     return _page("docs.html", _DOCS_POLICY, await _document(request))
 
 
-@router.get("/openapi.json", summary="This API, for programs.", response_description="OpenAPI 3.1")
+@router.get("/openapi.json", response_description="OpenAPI 3.1")
 async def show_document(request: Request) -> Response:
+    """Describe this API, for programs."""
     return JSONResponse(await _document(request))
 
 
