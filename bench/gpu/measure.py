@@ -100,6 +100,8 @@ class Results:
 def measure(model: MadeUpModel, plan: GpuPlan) -> Results:
     forwards = model.forwards(plan.num_tokens, _config(plan, True))
     eager = [each.device_s for each in _decode(model, forwards, plan)]
+    del forwards
+    gc.collect()  # frees its pool for the next one
     forwards = model.forwards(plan.num_tokens, _config(plan, False))
     compilations = Compilations() if model.device.type == "cuda" else None
     decode = _decode(model, forwards, plan)
@@ -108,7 +110,8 @@ def measure(model: MadeUpModel, plan: GpuPlan) -> Results:
     cut = {chunk: _cut_s(model, forwards, chunk, plan) for chunk in plan.chunks if chunk > plan.budget}
     compiled = {} if compilations is None else compilations.totals()
     choice = forwards.choice
-    del forwards  # frees its pool for the engines
+    del forwards
+    gc.collect()  # frees its pool for the engines
     steps = {batch: _step_s(model, plan, batch, _GREEDY) for batch in plan.batches}
     sampled = {batch: _step_s(model, plan, batch, _SAMPLED) for batch in plan.batches}
     kernels = [*kernels_beside(model.shape, model.device, plan.longest)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from typer.testing import CliRunner
 
 from bench.cli import app
+from bench.gpu import model as bench_model
 from bench.gpu import roofs
 from bench.gpu.kernels import KernelComparison
 from bench.gpu.measure import GpuPlan, Measured, Results, measure, speedup
@@ -17,6 +20,8 @@ from bench.gpu.model import SHAPES, DecoderShape, MadeUpModel
 from bench.gpu.report import as_markdown, checks
 from bench.gpu.roofline import Costs, StepCost, tokens_of
 from bench.gpu.roofs import Roofs, measured, missing, roofs_of
+from engine import assembly
+from engine.kv.pool import KVPool
 from tests.gpu.test_bench import SMALL
 
 CPU = torch.device("cpu")
@@ -90,12 +95,36 @@ def test_the_gain_of_drafts_at_a_given_acceptance() -> None:
     assert speedup(results, chain, 0.5) == 1.75 * 1.0 / 2.0
 
 
+class CountedPools:
+    """The pools of measurements, and the most that existed at a time."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._made: list[StorageWeakRef] = []
+
+    def make(self, *arguments: Any) -> KVPool:
+        pool = KVPool(*arguments)
+        self._made.append(StorageWeakRef(pool.memory.untyped_storage()))
+        self.most = max(self.most, sum(not each.expired() for each in self._made))
+        return pool
+
+
+POOLS = CountedPools()
+
+
 @pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[MadeUpModel, GpuPlan, Results]:
     plan = GpuPlan([1, 3], [0, 2], [32, 48], context=64, acceptance=0.8, long_context=96, budget=32)
-    with torch.inference_mode():
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        for module in (bench_model, assembly):
+            patch.setattr(module, "KVPool", POOLS.make)
         model = MadeUpModel(TINY, CPU, tmp_path_factory.mktemp("model"), plan.longest)
         return model, plan, measure(model, plan)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_gpu_holds_one_pool_at_a_time() -> None:
+    assert POOLS.most == 1
 
 
 def test_everything_is_measured(on_the_cpu: tuple[MadeUpModel, GpuPlan, Results]) -> None:
