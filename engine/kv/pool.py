@@ -177,6 +177,7 @@ def _pool_budget(
 ) -> tuple[int, str]:
     """Return the pool's bytes and the reason; `sequence_bytes`: the bytes of one longest sequence."""
     if config.kv_cache_memory_bytes is None and device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has freed
         free, total = torch.cuda.mem_get_info(device)
         own_share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_reserved(device)
         share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g}"

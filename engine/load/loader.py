@@ -37,6 +37,7 @@ from engine.limits import check_quantization, choose_max_model_len
 from engine.linear.experts import Pack, join_experts, split_experts
 from engine.linear.packed import kernel_fault
 from engine.linear.packed_quantized import pack_quantized_linears
+from engine.load.device_memory import memory_of_their_own
 from engine.load.probe import probe
 from engine.load.quantized_checkpoint import describe_checkpoint, load_quantized, quantization_config
 from engine.load.rounding import round_head, round_linears
@@ -297,10 +298,11 @@ def _load_weights(
             )
         else:
             if device.type == "cuda" and is_accelerate_available():
-                options["device_map"] = {
-                    "": device
-                }  # each tensor as it is read, so the host need not hold all
-            model = load_checkpoint(config.model, hf_config, revision=config.revision, dtype=dtype, **options)
+                options["device_map"] = {"": device}  # as tensors are read, so the host need not hold all
+            with memory_of_their_own():
+                model = load_checkpoint(
+                    config.model, hf_config, revision=config.revision, dtype=dtype, **options
+                )
     except UnsupportedModelError:
         raise
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 from engine.devices.cuda import tiles
 from engine.devices.torch.latent_attention import absorb, expansion_reason
@@ -164,6 +164,33 @@ def test_memory_that_other_processes_cannot_map_is_refused(
     assert loader.choose_device("cpu").type == "cpu"
     monkeypatch.setenv(name, "expandable_segments:False")
     assert loader.choose_device("cuda").type == "cuda"
+
+
+class WeightsReadError(Exception):
+    pass
+
+
+def test_weights_that_are_read_to_a_gpu_have_memory_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers would allocate them as one piece, which joined weights would leave with holes."""
+    name, pieces = "caching_allocator_warmup", []
+    assert name in PreTrainedModel._load_pretrained_model.__code__.co_names
+    monkeypatch.setattr(modeling_utils, name, lambda *given: pieces.append(given))
+
+    def read(*_: Any, device_map: Any, **__: Any) -> Any:
+        modeling_utils.caching_allocator_warmup(None, device_map, None)
+        raise WeightsReadError
+
+    monkeypatch.setattr(loader, "load_checkpoint", read)
+    monkeypatch.setattr(loader, "is_accelerate_available", lambda: True)
+    config, gpu = config_for(tmp_path, load_format="auto"), torch.device("cuda")
+    with pytest.raises(WeightsReadError):
+        loader._load_weights(config, config_of("qwen3"), torch.bfloat16, gpu, None, has_kernel=False)
+    assert not pieces
+    with pytest.raises(WeightsReadError):
+        read(device_map={"": gpu})
+    assert pieces, "others allocate as before"
 
 
 def load_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,24 @@
+"""The memory of weights that Transformers reads straight to a GPU.
+
+Transformers allocates it as one piece, which saves a part of a second. But the CUDA decoder then joins the
+weights that read one input, and nothing that this frees in the piece can be given back: of 32 B parameters in
+bfloat16, 13 of 79 GB. A weight with memory of its own is given back as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import modeling_utils
+
+
+@contextmanager
+def memory_of_their_own() -> Iterator[None]:
+    """Let Transformers allocate each weight alone."""
+    allocate_all = modeling_utils.caching_allocator_warmup
+    modeling_utils.caching_allocator_warmup = lambda *_: None
+    try:
+        yield
+    finally:
+        modeling_utils.caching_allocator_warmup = allocate_all
