@@ -58,9 +58,11 @@ sbom: .venv/.installed-test  ## Write a CycloneDX SBOM of each image's Python pa
 	    --pyproject pyproject.toml --output-reproducible --output-file sbom-$$device.json || exit; \
 	done
 
+FIRST_ON_GPU = kernels libraries products sampler verification
+
 gpu-report:  ## On a GPU: test kernels, then write figures and checks to bench/results/gpu, in 10 minutes
-	$(PYTHON) -m pytest tests/gpu/test_kernels.py tests/gpu/test_libraries.py tests/gpu/test_sampler.py tests/gpu/test_verification.py -rs
-	$(PYTHON) -m bench.gpu --size 0.6B --batch 1,16,64 --num-tokens 3 --chunk 512,2048,8192 $(ARGS)
+	failed=0; $(PYTHON) -m pytest -n 4 -rs $(FIRST_ON_GPU:%=tests/gpu/test_%.py) || failed=1; \
+	$(PYTHON) -m bench.gpu --size 0.6B --batch 1,16,64 --num-tokens 3 --chunk 512,2048,8192 $(ARGS) && exit $$failed
 
 clean:  ## Remove the virtual environment and every cache
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

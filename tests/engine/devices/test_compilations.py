@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 
 pytest.importorskip("triton", reason="Triton is for Linux")
 
@@ -51,6 +52,8 @@ from speculation.verification import on_device
 from tests.docs.gpu_table import tree_inputs
 from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
+from tests.engine.interpreted.cases import Case
+from tests.engine.interpreted.cases import Step as InterpretedStep
 from tests.engine.interpreted.recorder import pageable_memory
 from tests.engine.launches import FAMILIES, loaded_of
 from tests.engine.step.test_host_waits import (
@@ -64,6 +67,7 @@ from tests.engine.step.test_host_waits import (
 )
 from tests.engine.step.test_host_waits import loaded_of as loaded_qwen3
 from tests.engine.triton_offline import absent_driver
+from tests.gpu.test_kernels import small_steps
 
 Forms = set[tuple[str, str]]
 STEPS = int(os.environ.get("RANDOM_STEPS", "60"))
@@ -232,6 +236,18 @@ def test_growing_trees(forms: Forms) -> None:
     for _ in range(STEPS // 3):
         grow(rng.randint(1, 64), rng.randint(1, 63), rng.randint(1, 6))
     assert forms - warm == set()
+
+
+def test_small_steps_of_a_gpus_first_run_have_few_forms(forms: Forms) -> None:
+    """Triton takes seconds for each, and the report of a GPU is to be there in ten minutes."""
+
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+    @given(small_steps())
+    def launch(case: Case) -> None:
+        InterpretedStep.of(case).to(GPU).run(TritonBackend)
+
+    launch()
+    assert len(forms) <= 50
 
 
 def test_compilations_after_the_start_are_counted(caplog: pytest.LogCaptureFixture) -> None:
