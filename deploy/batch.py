@@ -19,8 +19,9 @@ from msgspec import Meta
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.client import ServerError, authorization, mounts
-from deploy.processes import OTHER_FILES, raise_file_limit
+from deploy.processes import OTHER_FILES
 from native.ownership import OwnershipError, open_own, takes_lock
+from native.process import raise_file_limit
 from protocol.errors import ConfigError, TandemError
 
 MAX_ATTEMPTS = 10

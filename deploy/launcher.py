@@ -21,7 +21,7 @@ from deploy.resources import choose_threads, may_use_gpu
 from deploy.routers.pool import RouterPool, Routers
 from deploy.template.client import TemplateClient
 from messaging.sockets import ClusterKeys
-from native.heap import freeze_heap
+from native.process import freeze_heap
 from protocol.config import ServeConfig
 from protocol.errors import TandemError
 from protocol.logs import say

@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.mtp_layouts import find_layouts
 from checkpoints.source import ASSISTANTS, hf_source, is_gguf, split_hub_file
-from deploy.processes import raise_file_limit
 from deploy.resources import (
     check_heads,
     check_number,
@@ -30,6 +29,7 @@ from deploy.resources import (
 )
 from engine.limits import check_draft, check_quantization, choose_max_model_len, cpu_pool_budget
 from engine.lora.config import AdapterError, check_files
+from native.process import raise_file_limit
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.reading.prepared import GenerationDefaults, load_defaults

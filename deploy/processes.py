@@ -1,6 +1,4 @@
-"""This host's processes: what they import, how many files they open, which are stuck, how they end, this one
-included.
-"""
+"""This host's processes: what they import, which are stuck, how they end, this one included."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import ctypes
 import fcntl
 import logging
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -122,18 +119,6 @@ def adopt_orphans() -> None:
 def end_with_parent() -> None:
     """Have the kernel send this process SIGTERM when its parent's thread ends, for use as a `preexec_fn`."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def raise_file_limit(wanted: int) -> int:
-    """Let this process and its later children open so many files, sockets included, or as many as the hard
-    limit allows. Return how many they may open, at most `wanted`.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return wanted
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return allowed
 
 
 def end_descendants(grace_s: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from native.process import raise_file_limit
 from router.errors import ApiError
 from router.observe.metrics import ConnectionEnd
 
@@ -58,13 +58,9 @@ class Connections:
         return True
 
 
-def raise_file_limit() -> int:
+def connection_limit() -> int:
     """Raise the soft limit of open files as needed. Return the number of connections that may be open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(hard, 2 * MAX_CONNECTIONS)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return min(MAX_CONNECTIONS, limit * 3 // 4)
+    return min(MAX_CONNECTIONS, raise_file_limit(2 * MAX_CONNECTIONS) * 3 // 4)
 
 
 class Outbox:

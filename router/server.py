@@ -30,7 +30,7 @@ from protocol.ports import http_url, router_ports
 from protocol.version import version
 from router.api import clients, generate, operate, public
 from router.api.access import BEARER, admitted, completed, error_answers, guarded, operator
-from router.connection import HEAD_TIMEOUT_S, Connections, HttpConnection, raise_file_limit
+from router.connection import HEAD_TIMEOUT_S, Connections, HttpConnection, connection_limit
 from router.errors import ApiError
 from router.middleware import Envelope, answer_error
 from router.scaling.interface import ScaleAnswer, ScaleRequest
@@ -163,7 +163,7 @@ class RouterServer:
         With `prepares`, common grammars are compiled in the preprocessor once workers serve.
         """
         on_end = partial(self.state.metrics.count, "http_connections_ended_total")
-        connections = Connections(raise_file_limit(), on_end)
+        connections = Connections(connection_limit(), on_end)
         server_config = uvicorn.Config(
             build_app(self.state),
             loop="uvloop",

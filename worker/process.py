@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.parallel.leader import Leader
 from kvtransfer.transports.object_store import Carrier
 from messaging.sockets import address_towards
-from native.heap import freeze_heap
+from native.process import freeze_heap
 from protocol.errors import TandemError
 from protocol.ids import PeerAddress
 from protocol.speculation import describe

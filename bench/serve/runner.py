@@ -11,7 +11,8 @@ import msgspec
 from bench.serve.client import Client, Record, ServerTarget
 from bench.serve.statistics import Summary, summarize
 from bench.serve.workload import LoadRequest
-from deploy.processes import OTHER_FILES, raise_file_limit
+from deploy.processes import OTHER_FILES
+from native.process import raise_file_limit
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import msgspec
 
 from deploy.routers import calls
 from deploy.routers.pool import RouterEnd
-from native.heap import freeze_heap
+from native.process import freeze_heap
 from protocol.errors import ProtocolError, TandemError
 from protocol.logs import log_to_stderr
 from router.server import RouterServer

@@ -31,8 +31,8 @@ import msgspec
 from deploy.processes import adopt_orphans
 from deploy.template import client as messages
 from engine.light_imports import delay_kernels
-from native.heap import freeze_heap
 from native.ownership import peer_of
+from native.process import freeze_heap
 from protocol.codec import BoundedDecoder
 from protocol.config import ServeConfig
 from protocol.errors import TandemError

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from native.heap import freeze_heap
+from native.process import freeze_heap
 from protocol.errors import InvalidRequestError
 from router.errors import ApiError
 from router.preprocessing import tasks as messages

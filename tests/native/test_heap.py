@@ -1,6 +1,6 @@
 import gc
 
-from native.heap import freeze_heap
+from native.process import freeze_heap
 
 
 def test_a_frozen_heap_is_collected_again_except_for_its_objects() -> None:

@@ -157,9 +157,9 @@ def test_running_requests_are_not_closed_for_new_connections(make_router, monkey
 def test_the_soft_limit_of_open_files_is_raised() -> None:
     code = (
         "import resource\n"
-        "from router.connection import raise_file_limit\n"
+        "from router.connection import connection_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 1024))\n"
-        "print(raise_file_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "print(connection_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))\n"
     )
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 1024
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
