@@ -390,4 +390,4 @@ def _group_size(norm: Any) -> int:
     """Return the group size of a state space's norm, or 0 without a norm."""
     if not hasattr(norm, "weight"):
         return 0
-    return getattr(norm, "group_size", None) or len(norm.weight) // norm.n_groups
+    return getattr(norm, "group_size", None) or len(norm.weight) // getattr(norm, "n_groups", 1)

@@ -108,6 +108,8 @@ class Rotation:
     def tables(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [positions, rotated dims], in the dtype and on the device of `like`."""
         places = torch.arange(positions, device=like.device).unsqueeze(0)
+        if hasattr(self.module, "mrope_section"):  # Transformers 5.17 wants time, height and width
+            places = places.expand(3, 1, -1)
         kinds = () if self.layer_type is None else (self.layer_type,)
         with torch.no_grad():
             cosines, sines = self.module(like.reshape(-1)[:1], places, *kinds)
