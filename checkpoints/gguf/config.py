@@ -22,7 +22,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
-from checkpoints.gguf.tokenizer import build_tokenizer, tokenizer_settings
+from checkpoints.gguf.tokenizer import build_tokenizer, end_tokens, tokenizer_settings
 from native.ownership import cache_dir, check_own, locked, own_folder
 
 METHOD = "gguf"
@@ -181,15 +181,8 @@ def _quantization(file: GgufFile) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": METHOD, "file": str(file.path)}}
 
 
-def _end_tokens(file: GgufFile) -> list[int]:
-    """Return the token ids that end an answer: end of text, of a turn and of a message."""
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = [file.metadata.get(f"tokenizer.ggml.{name}") for name in names]
-    return [*dict.fromkeys(each for each in found if isinstance(each, int))]
-
-
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
-    ends = _end_tokens(file)
+    ends = end_tokens(file)
     return {
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -258,7 +251,7 @@ def _floats(file: GgufFile, name: str) -> Sequence[float]:
     return values
 
 
-_LAYOUT = 2
+_LAYOUT = 3
 """Version of the folder's content; raise it when the content written for a file changes."""
 
 

@@ -63,6 +63,11 @@ SPLITS = (
 )
 """Splits by `tokenizer.ggml.pre`, in llama.cpp's names. The expressions come from the models' tokenizers."""
 
+ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|tool_response>"),
+    *("<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]"),
+)
+"""Tokens that end an answer or a turn in any vocabulary that has them. Many files name only one of theirs."""
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -90,6 +95,20 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
         )
     _add_ends(file, tokenizer, tokens)
     return tokenizer
+
+
+def end_tokens(file: GgufFile) -> list[int]:
+    """Return the token ids that end an answer: those that the file names, then those known by their text.
+
+    In Harmony `<|end|>` ends a message of an answer that goes on.
+    """
+    named = [file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    tokens = file.need("tokenizer.ggml.tokens", list)
+    known = {token: place for place, token in enumerate(tokens) if token in ENDS}
+    found = dict.fromkeys([*(each for each in named if isinstance(each, int)), *known.values()])
+    if {"<|return|>", "<|call|>", "<|end|>"} <= known.keys():
+        del found[known["<|end|>"]]
+    return [*found]
 
 
 def tokenizer_settings(file: GgufFile) -> dict[str, Any]:

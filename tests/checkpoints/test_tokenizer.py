@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,28 @@ def test_digits_are_split_into_single_tokens(tmp_path: Path) -> None:
     assert ours.tokenize("123") == ["1", "2", "3"]
     other = AutoTokenizer.from_pretrained(gguf_folder(write(tmp_path / "n.gguf", byte_level(280))))
     assert other.tokenize("123") == ["123"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "named", "ends"),
+    [
+        (["<|end|>", "<|endoftext|>"], {"eos_token_id": 279}, [279, 278]),
+        (["<|eom_id|>", "<|eot_id|>"], {"eos_token_id": 1, "eot_token_id": 279}, [1, 279, 278]),
+        (["<|end|>", "<|return|>", "<|call|>"], {"eos_token_id": 278, "eot_token_id": 277}, [278, 279]),
+        ([], {}, [1]),
+    ],
+    ids=["phi-3", "llama-3", "gpt-oss", "none of these"],
+)
+def test_tokens_that_end_an_answer(
+    tmp_path: Path, texts: list[str], named: dict[str, Any], ends: list[int]
+) -> None:
+    """Files of Phi 3 name the end of a text, but not that of a turn."""
+    tokenizer = byte_level(280)
+    tokenizer["tokens"] = [*tokenizer["tokens"][: 280 - len(texts)], *texts]
+    folder = gguf_folder(write(tmp_path / "model.gguf", tokenizer | named))
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((folder / name).read_text())["eos_token_id"]
+        assert found == (ends if len(ends) > 1 else ends[0])
 
 
 def test_named_templates(tmp_path: Path) -> None:
