@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from checkpoints.source import hf_source
+from checkpoints.source import hf_source, is_gguf
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 
@@ -53,6 +53,7 @@ def load_files(source: TokenizerSource) -> tuple[str, dict[str, Any]]:
     Chat templates in separate files take precedence over those of the settings. If a model has only a slow
     tokenizer's files, Transformers converts them in a separate process. Raises `ConfigError`.
     """
+    check_tokenizer(source)
     place, flag = hf_source(source.name, source.revision), source.flag
     files = find_files(place, source.revision, FILES, flag)
     if "tokenizer.json" in files:
@@ -62,6 +63,17 @@ def load_files(source: TokenizerSource) -> tuple[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="tandem-tokenizer-") as folder:
         _convert(source, folder)
         return _read(find_files(folder, None, FILES, flag), flag)
+
+
+def check_tokenizer(source: TokenizerSource) -> None:
+    """Raise `ConfigError` if the tokenizer is a GGUF file's and could not be built."""
+    if not is_gguf(source.name):
+        return
+    from checkpoints.gguf.config import NO_TOKENIZER
+
+    reason = Path(hf_source(source.name, source.revision)) / NO_TOKENIZER
+    if reason.exists():
+        raise ConfigError(f"{source.flag}: {reason.read_text()}")
 
 
 def find_files(source: str, revision: str | None, names: Sequence[str], flag: str) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoints.mtp_layouts import find_layouts
 from checkpoints.source import ASSISTANTS, hf_source, is_gguf, split_hub_file
+from checkpoints.tokenizer import TokenizerSource, check_tokenizer
 from deploy.resources import (
     check_heads,
     check_number,
@@ -102,6 +103,7 @@ def check_start(config: ServeConfig) -> GenerationDefaults:
     check_source(config.model, "--model", config.revision)
     if config.tokenizer is not None:
         check_source(config.tokenizer, "--tokenizer", config.revision, "tokenizer_config.json")
+    check_tokenizer(TokenizerSource.of(config))
     defaults = load_defaults(config)
     model = _read_config(config.model, config.revision, "--model")
     _check_weights(config)

@@ -27,6 +27,8 @@ from native.ownership import cache_dir, check_own, locked, own_folder
 
 METHOD = "gguf"
 """The `quant_method` in the `quantization_config`."""
+NO_TOKENIZER = "no_tokenizer.txt"
+"""A file of the folder that says why the tokenizer could not be built."""
 
 _FIELDS = {
     "context_length": "max_position_embeddings",
@@ -321,7 +323,6 @@ def _key(path: Path) -> str:
 
 def _write(file: GgufFile, folder: Path) -> None:
     config, settings = hf_config(file), tokenizer_settings(file)
-    tokenizer = build_tokenizer(file)
     folder.mkdir(mode=0o700)
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
     for name, content in (
@@ -330,4 +331,7 @@ def _write(file: GgufFile, folder: Path) -> None:
         ("tokenizer_config.json", settings),
     ):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    try:
+        build_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
+    except GgufError as error:  # the model can still be served with another tokenizer
+        (folder / NO_TOKENIZER).write_text(str(error))

@@ -11,8 +11,12 @@ from transformers import AutoTokenizer
 
 from checkpoints.gguf import config
 from checkpoints.gguf.config import gguf_folder
-from checkpoints.gguf.reader import GgufError, GgufFile
+from checkpoints.gguf.reader import GgufFile
+from checkpoints.source import hf_source
+from checkpoints.tokenizer import TokenizerSource, load_files
 from native import ownership
+from protocol.config import ServeConfig
+from protocol.errors import ConfigError
 from tests.checkpoints.gguf_writer import ALPHABET, USER_DEFINED, byte_level, write_raw
 
 TEXTS = [
@@ -162,6 +166,11 @@ def test_named_templates(tmp_path: Path) -> None:
 def test_an_unsupported_tokenizer_is_a_clear_error(
     tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
-    tokenizer = byte_level(280) | change
-    with pytest.raises(GgufError, match=reason):
-        gguf_folder(write(tmp_path / "model.gguf", tokenizer))
+    """Another one may be named instead."""
+    model = str(write(tmp_path / "model.gguf", byte_level(280) | change))
+    with pytest.raises(ConfigError, match=rf"^--model: {model}: .*{reason}"):
+        load_files(TokenizerSource.of(ServeConfig(model=model)))
+    other = str(write(tmp_path / "other.gguf", byte_level(280)))
+    served = ServeConfig(model=model, tokenizer=other)
+    assert load_files(TokenizerSource.of(served)) == load_files(TokenizerSource.of(ServeConfig(model=other)))
+    assert (Path(hf_source(model)) / "config.json").exists()

@@ -24,6 +24,7 @@ from deploy.preflight import check_source, check_start
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
 from router.text.tokenizer import Tokenizer
+from tests.checkpoints.gguf_writer import byte_level, write_raw
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -102,6 +103,27 @@ def test_fitting_options_are_accepted(model: str, tmp_path: Path) -> None:
 def test_options_beyond_the_model(model: str, flags: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check(**{"model": model} | flags)
+
+
+def test_a_gguf_file_whose_tokenizer_cannot_be_built_needs_another(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / "cache"))
+    path = str(tmp_path / "model.gguf")
+    fields = {
+        "context_length": 2048,
+        "embedding_length": 64,
+        "block_count": 2,
+        "feed_forward_length": 96,
+        "attention.head_count": 8,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    metadata = {f"llama.{name}": value for name, value in fields.items()}
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in byte_level(280, "unheard-of").items()}
+    write_raw(Path(path), "llama", metadata, {})
+    with pytest.raises(ConfigError, match=f"^--model: {path}: .*'unheard-of' is not known: .* --tokenizer$"):
+        check(path)
+    check(path, tokenizer=model)
 
 
 @pytest.mark.parametrize(
