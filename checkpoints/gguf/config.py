@@ -192,6 +192,26 @@ def _special_tokens(file: GgufFile) -> dict[str, Any]:
     }
 
 
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""The fields of `general.sampling`, by the names of `generation_config.json`."""
+
+
+def _sampling_defaults(file: GgufFile) -> dict[str, Any]:
+    """Return the sampling parameters that the model's makers recommend, without a float32's extra digits."""
+    stored = {ours: file.metadata.get(f"general.sampling.{name}") for name, ours in _SAMPLING.items()}
+    return {
+        name: float(str(np.float32(value))) if isinstance(value, float) else value
+        for name, value in stored.items()
+        if value is not None
+    }
+
+
 def _need(file: GgufFile, name: str) -> Any:
     value = file.get(name)
     if value is None:
@@ -324,7 +344,8 @@ def _key(path: Path) -> str:
 def _write(file: GgufFile, folder: Path) -> None:
     config, settings = hf_config(file), tokenizer_settings(file)
     folder.mkdir(mode=0o700)
-    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
+    generation = ends | _sampling_defaults(file)
     for name, content in (
         ("config.json", config),
         ("generation_config.json", generation),

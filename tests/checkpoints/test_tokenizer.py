@@ -17,6 +17,7 @@ from checkpoints.tokenizer import TokenizerSource, load_files
 from native import ownership
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError
+from router.reading.prepared import load_defaults
 from tests.checkpoints.gguf_writer import ALPHABET, USER_DEFINED, byte_level, write_raw
 
 TEXTS = [
@@ -137,6 +138,22 @@ def test_tokens_that_end_an_answer(
     for name in ("config.json", "generation_config.json"):
         found = json.loads((folder / name).read_text())["eos_token_id"]
         assert found == (ends if len(ends) > 1 else ends[0])
+
+
+def test_sampling_parameters_of_the_file_are_the_defaults(tmp_path: Path) -> None:
+    """Files have those of the model's generation_config.json since llama.cpp applies them."""
+    stored: dict[str, Any] = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.05}
+    metadata = {f"general.sampling.{name}": value for name, value in stored.items()}
+    path = write(tmp_path / "model.gguf", byte_level(280), **metadata)
+    assert load_defaults(ServeConfig(model=str(path))).sampling == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "repetition_penalty": 1.05,
+    }
+    plain = write(tmp_path / "plain.gguf", byte_level(280))
+    assert load_defaults(ServeConfig(model=str(plain))).sampling == {}
 
 
 def test_named_templates(tmp_path: Path) -> None:
