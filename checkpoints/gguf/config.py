@@ -114,6 +114,12 @@ def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope scaling. The makers' yarn does not round the range of frequencies that it scales."""
+    scaling = _rope_scaling(file, config).get("rope_scaling")
+    return {"rope_scaling": {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}}
+
+
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 FAMILIES = {
     "llama": Architecture("llama", "LlamaForCausalLM"),
@@ -124,6 +130,12 @@ FAMILIES = {
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _WINDOW, _gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _WINDOW | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        _gpt_oss,
+    ),
 }
 """Architectures whose tensors are read as stored, by the name in `general.architecture`."""
 

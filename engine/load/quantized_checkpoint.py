@@ -221,9 +221,10 @@ def take_experts(
     for path, experts in known.items():
         each = [f"{path}.{number}" for number in range(experts.num_experts)]
         names = [f"{expert}.{layer}" for expert in each for layer in (*_INPUTS, _OUTPUTS)]
-        if not (experts.has_gate and experts.is_concatenated and weights.keys() >= set(names)):
+        if not (experts.has_gate and weights.keys() >= set(names)):
             continue
-        first = [_joined(*(weights[f"{expert}.{layer}"] for layer in _INPUTS)) for expert in each]
+        inputs = [[weights[f"{expert}.{layer}"] for layer in _INPUTS] for expert in each]
+        first = [_joined(gate, up, is_concatenated=experts.is_concatenated) for gate, up in inputs]
         second = [weights[f"{expert}.{_OUTPUTS}"] for expert in each]
         whole = [weight for weight in first if weight is not None]
         if len(whole) == len(each) and _are_alike(whole) and _are_alike(second):
@@ -267,12 +268,18 @@ def fill_experts(
         setattr(experts, tensor, nn.Parameter(dense, requires_grad=False))
 
 
-def _joined(gate: QuantizedWeight, up: QuantizedWeight) -> QuantizedWeight | None:
-    """Return one weight with the outputs of both, or None if their inputs are not quantized alike."""
+def _joined(gate: QuantizedWeight, up: QuantizedWeight, *, is_concatenated: bool) -> QuantizedWeight | None:
+    """Return one weight with the outputs of both, one after the other or in turns, or None if their inputs
+    are not quantized alike.
+    """
     if not (_are_alike([gate, up]) and same_order(gate.permutation, up.permutation)):
         return None
-    zeros = None if gate.zeros is None or up.zeros is None else torch.cat([gate.zeros, up.zeros])
-    codes, scales = torch.cat([gate.codes, up.codes]), torch.cat([gate.scales, up.scales])
+
+    def joined(one: Tensor, other: Tensor) -> Tensor:
+        return torch.cat([one, other]) if is_concatenated else torch.stack([one, other], 1).flatten(0, 1)
+
+    zeros = None if gate.zeros is None or up.zeros is None else joined(gate.zeros, up.zeros)
+    codes, scales = joined(gate.codes, up.codes), joined(gate.scales, up.scales)
     return replace(gate, codes=codes, scales=scales, zeros=zeros)
 
 

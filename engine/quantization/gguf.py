@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from checkpoints.gguf.config import FAMILIES
 from checkpoints.gguf.reader import GgufFile, GgufTensor
+from engine.quantization.formats import powers
 from engine.quantization.weight import CodeFormat, QuantizedWeight, StoredWeights, dtype_name, placeholder
 
 logger = logging.getLogger("tandem.engine")
@@ -95,6 +96,8 @@ class _Reader:
     def read(self, parameter: str, linear: str | None) -> None:
         """Read a parameter, if the file has it. `linear` is the name of its linear layer, if any."""
         layer, _, suffix = parameter.rpartition(".")
+        if suffix == "sinks":
+            layer, suffix = parameter, "weight"
         tensor = self._file.tensors.get(f"{self._names.get_name(layer)}.{suffix}")
         if tensor is None:
             return
@@ -119,12 +122,21 @@ class _Reader:
 
     def read_experts(self, path: str) -> None:
         """Read the layers of fused experts. The file has one tensor for each layer of all experts."""
-        block = _BLOCK_NUMBER.search(path)
-        for layer, kind in _EXPERT_LAYERS.items():
-            tensor = self._file.tensors.get(f"blk.{block[1]}.{kind}.weight") if block else None
-            if tensor is None:
-                return
-            self._used.add(tensor.name)
+        block, experts = _BLOCK_NUMBER.search(path), self._empty.get_submodule(path)
+        names = [f"blk.{block[1]}.{kind}" for kind in _EXPERT_LAYERS.values()] if block else []
+        tensors = [
+            self._file.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in self._file.tensors
+        ]
+        if len(tensors) < len(_EXPERT_LAYERS):
+            return
+        self._used.update(tensor.name for tensor in tensors)
+        if experts.has_bias:
+            self._set_interleaved(path, "_bias", [self._bias(f"{name}.bias") for name in names])
+        if not experts.is_concatenated and not all(tensor.type in _READ for tensor in tensors):
+            self._set_interleaved(path, "", [self._plain(tensor).transpose(1, 2) for tensor in tensors])
+            self._dequantized.update(tensor.type.name for tensor in tensors)
+            return
+        for layer, tensor in zip(_EXPERT_LAYERS, tensors, strict=True):
             each = tensor.data.reshape(tensor.shape[0], -1, tensor.data.shape[1])
             for number, data in enumerate(each):
                 one = replace(tensor, shape=tensor.shape[1:], data=data)
@@ -132,6 +144,19 @@ class _Reader:
                 if not self._stays_quantized(one, name, self.found.fused):
                     self.found.plain[f"{name}.weight"] = self._plain(one)
                     self._dequantized[tensor.type.name] += 1
+
+    def _bias(self, name: str) -> Tensor:
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            self._file.fail(f"tensor {name}: is missing")
+        self._used.add(name)
+        return self._plain(tensor)
+
+    def _set_interleaved(self, path: str, suffix: str, parts: Sequence[Tensor]) -> None:
+        """Write the tensors of gate, up and down as gpt-oss has them: gate and up take turns."""
+        gate, up, down = parts
+        self.found.plain[f"{path}.gate_up_proj{suffix}"] = torch.stack([gate, up], dim=-1).flatten(-2)
+        self.found.plain[f"{path}.down_proj{suffix}"] = down.contiguous()
 
     def finish(self) -> None:
         """Refuse tensors that were not read. Log the dequantized types."""
@@ -246,6 +271,11 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
     return _with_minimum(CodeFormat.INT8, codes.to(torch.int8).flatten(1), *_k_scales(blocks))
 
 
+def _mxfp4(blocks: Tensor) -> QuantizedWeight:
+    """Read a power of two (E8M0) and 32 codes of E2M1."""
+    return QuantizedWeight(CodeFormat.MXFP4, _nibbles(blocks[..., 1:]).flatten(1), powers(blocks[..., 0]))
+
+
 _READ = {
     GGMLQuantizationType.Q4_0: (18, _Block(2).read),
     GGMLQuantizationType.Q4_1: (20, _Block(4, has_minimum=True).read),
@@ -254,6 +284,7 @@ _READ = {
     GGMLQuantizationType.Q8_0: (34, _q8_0),
     GGMLQuantizationType.Q4_K: (144, _q4_k),
     GGMLQuantizationType.Q5_K: (176, _q5_k),
+    GGMLQuantizationType.MXFP4: (17, _mxfp4),
 }
 """The types that stay quantized, with their bytes per block."""
 

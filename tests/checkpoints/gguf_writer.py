@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 CONTROL, USER_DEFINED = 3, 4
+F32 = GGMLQuantizationType.F32
 
 
 def byte_level(vocab_size: int, pre: str = "default") -> dict[str, Any]:
@@ -38,7 +39,7 @@ def write_gguf(
     path: Path,
     architecture: str,
     model: PreTrainedModel,
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    kind: GGMLQuantizationType = F32,
     *,
     more: Mapping[str, tuple[np.ndarray, GGMLQuantizationType]] = MappingProxyType({}),
     without: str = "",
@@ -106,9 +107,17 @@ def _tensors(
         layer, _, suffix = parameter.rpartition(".")
         if layer == "lm_head" and tied:
             continue
+        block = f"blk.{parameter.split('.')[2]}"
         if ".experts." in parameter:
-            for part, stacked in _expert_parts(suffix, values).items():
-                yield f"blk.{parameter.split('.')[2]}.{part}.weight", _encoded(stacked, kind)
+            is_bias = suffix.endswith("_bias")
+            for part, stacked in _expert_parts(architecture, suffix, values).items():
+                yield (
+                    f"{block}.{part}.{'bias' if is_bias else 'weight'}",
+                    _encoded(stacked, F32 if is_bias else kind),
+                )
+            continue
+        if suffix == "sinks":
+            yield f"{block}.attn_sinks.weight", _encoded(values, kind)
             continue
         if architecture.startswith("gemma") and layer.endswith("norm"):
             values = values + 1
@@ -118,14 +127,17 @@ def _tensors(
         yield f"{names.get_name(layer)}.{suffix}", _encoded(values, kind)
 
 
-def _expert_parts(suffix: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    if suffix == "down_proj":
+def _expert_parts(architecture: str, suffix: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    is_gpt_oss = architecture == "gpt-oss"
+    if is_gpt_oss and values.ndim == 3:
+        values = values.swapaxes(1, 2)
+    if suffix.startswith("down_proj"):
         return {"ffn_down_exps": values}
-    gate, up = np.split(values, 2, axis=1)
+    gate, up = (values[:, 0::2], values[:, 1::2]) if is_gpt_oss else np.split(values, 2, axis=1)
     return {"ffn_gate_exps": gate, "ffn_up_exps": up}
 
 
 def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
     if values.ndim == 1:
-        return np.ascontiguousarray(values), GGMLQuantizationType.F32
+        return np.ascontiguousarray(values), F32
     return quantize(np.ascontiguousarray(values), kind), kind

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,22 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoints.gguf.config import gguf_folder
-from checkpoints.gguf.reader import GgufError
+from checkpoints.gguf.reader import GgufError, read_gguf
 from engine.engine import Engine
 from engine.linear.quantized import QuantizedLinear
 from engine.load.loader import load_model
+from engine.quantization.gguf import dequantized
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
 from tests.checkpoints.gguf_writer import byte_level, write_gguf, write_raw
 from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.engine.kernels import needs_kernel
+from tests.engine.quantization.quantized_model import check_experts
 from tests.speculation.small_engine import ask, prompt_of, run, tokens
 
 F32, Q8_0, Q4_1 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1
+MXFP4 = GGMLQuantizationType.MXFP4
+PARTS = ("gate", "up", "down")
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
 WINDOW = {"attention.sliding_window": SLIDING_WINDOW}
 FIELDS: dict[str, dict[str, Any]] = {
@@ -37,6 +44,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": WINDOW | {"attn_logit_softcapping": 8.0},
     "gemma3": WINDOW | {"rope.freq_base": 1e6},
     "phi3": WINDOW | {"rope.dimension_count": 16},
+    "gpt-oss": WINDOW | {"expert_count": 4, "expert_used_count": 2},
     "stablelm": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4},
     "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
 }
@@ -50,9 +58,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
     },
     "starcoder2": {"sliding_window": None},
+    "gpt-oss": {
+        "intermediate_size": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
 }
 """Fields that a GGUF file does not state, since llama.cpp derives them from the architecture."""
-MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +116,44 @@ def test_weights_equal_those_that_transformers_reads(
         linear = kept.get(name.removesuffix(".weight"))
         ours = linear.quantized.dequantized() if linear else loaded.get_parameter(name)
         torch.testing.assert_close(ours, weight, atol=1e-6, rtol=1e-6)
+
+
+@needs_kernel
+@pytest.mark.parametrize("kind", [MXFP4, Q8_0], ids=lambda kind: kind.name)
+def test_experts_of_gpt_oss_stay_quantized(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    """Its published files have them in MXFP4, gate and up in tensors of their own."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "gpt-oss", model_of("gpt-oss", tmp_path / "hf"), kind, **FIELDS["gpt-oss"])
+    exact = load_model(config_of(path)).model
+    stored = read_gguf(path).tensors
+    for layer in range(exact.config.num_hidden_layers):
+        values = [dequantized(stored[f"blk.{layer}.ffn_{part}_exps.weight"], torch.float32) for part in PARTS]
+        gate, up, down = (each.transpose(1, 2) for each in values)
+        experts = exact.get_submodule(f"model.layers.{layer}.mlp.experts")
+        torch.testing.assert_close(experts.gate_up_proj[..., 0::2], gate, atol=1e-6, rtol=0)
+        torch.testing.assert_close(experts.gate_up_proj[..., 1::2], up, atol=1e-6, rtol=0)
+        torch.testing.assert_close(experts.down_proj, down, atol=1e-6, rtol=0)
+    check_experts(load_model(replace(config_of(path), dtype="bfloat16")).model, exact)
+
+
+def test_gpt_oss_has_its_makers_yarn(tmp_path: Path) -> None:
+    fields = {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.freq_base": 150_000.0}
+    fields |= {"rope.scaling.original_context_length": 4096}
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "gpt-oss", model_of("gpt-oss", tmp_path / "hf"), **FIELDS["gpt-oss"] | fields)
+    found = AutoConfig.from_pretrained(gguf_folder(path)).rope_parameters
+    told = {name: found[name] for name in ("rope_type", "rope_theta", "factor", "truncate")}
+    assert told == {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "truncate": False}
+    assert found["original_max_position_embeddings"] == 4096
+
+
+def test_experts_without_their_biases_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    missing = "blk.1.ffn_up_exps.bias"
+    model = model_of("gpt-oss", tmp_path / "hf")
+    write_gguf(path, "gpt-oss", model, without=missing, **FIELDS["gpt-oss"])
+    with pytest.raises(GgufError, match=rf"tensor {re.escape(missing)}: is missing"):
+        load_model(config_of(path))
 
 
 def llama_file(tmp_path: Path, **fields: Any) -> Path:

@@ -13,7 +13,7 @@ from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, 
 from engine.quantization.gguf import dequantized, quantized_weight
 from tests.engine.kernels import needs_kernel
 
-STORED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K")
+STORED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "MXFP4")
 OTHERS = ("F32", "F16", "BF16", "Q2_K", "Q3_K", "Q6_K")
 HALVES = {"Q4_1": 2, "Q5_1": 2, "Q4_K": 2, "Q5_K": 2}
 """The number of float16 values at the start of a block, if not one."""
@@ -28,7 +28,9 @@ def tensor_of(name: str, rows: int = 4, blocks: int = 3) -> GgufTensor:
         data = quantize(rng.standard_normal((rows, 32 * blocks), np.float32), kind)
         return GgufTensor("t", kind, (rows, 32 * blocks), data.view(np.uint8))
     data = rng.integers(0, 256, (rows, blocks, size), np.uint8)
-    if name in STORED:
+    if name == "MXFP4":
+        data[..., 0] = rng.integers(100, 130, (rows, blocks))
+    elif name in STORED:
         halves = rng.uniform(-0.1, 0.1, (rows, blocks, HALVES.get(name, 1))).astype(np.float16)
         halves[0, 0, 0] = 0
         data[..., : 2 * halves.shape[2]] = halves.view(np.uint8)
