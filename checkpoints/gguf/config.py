@@ -1,7 +1,5 @@
 """The metadata of a GGUF file as a Hugging Face `config.json`, in a folder of its own, so that readers of
 such folders read it. The weights stay in the file, which `config.json` names.
-
-Metadata names come from ggml's docs/gguf.md and from llama.cpp's `convert_hf_to_gguf.py`, which writes them.
 """
 
 from __future__ import annotations
@@ -9,18 +7,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from checkpoints.gguf.families import FAMILIES, FIELDS, need, rope_scaling
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
 from checkpoints.gguf.tokenizer import build_tokenizer, end_tokens, tokenizer_settings
 from native.ownership import cache_dir, check_own, locked, own_folder
@@ -29,115 +25,6 @@ METHOD = "gguf"
 """The `quant_method` in the `quantization_config`."""
 NO_TOKENIZER = "no_tokenizer.txt"
 """A file of the folder that says why the tokenizer could not be built."""
-
-_FIELDS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-}
-_EXPERT_FIELDS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Transformers' names for a GGUF architecture's model and fields."""
-
-    model_type: str
-    model_class: str
-    fields: dict[str, str] = field(default_factory=dict)
-    """Names of further fields that every file of the architecture has."""
-    more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
-    """A function that returns the fields that must be computed."""
-
-
-def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return Gemma's own fields. The layer count tells the 27 B models, which scale queries differently."""
-    largest = {"gemma2": 46, "gemma3": 62}[file.architecture]
-    is_largest = config["num_hidden_layers"] == largest
-    per_head = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        "query_pre_attn_scalar": per_head if is_largest else config["head_dim"],
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-
-
-def _gemma2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    return _gemma(file, config) | {
-        "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": file.get("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    return _gemma(file, config) | {
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": file.get("final_logit_softcapping"),
-        "rope_local_base_freq": file.get("rope.freq_base_swa", 10_000.0),
-    }
-
-
-def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    rotated = file.get("rope.dimension_count", config["head_dim"])
-    found: dict[str, Any] = {
-        "partial_rotary_factor": rotated / config["head_dim"],
-        "sliding_window": file.get("attention.sliding_window") or None,
-    }
-    factors = [file.tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")]
-    if None not in factors:
-        short, long = (_floats(file, each.name) for each in factors if each is not None)
-        original = file.need("phi3.rope.scaling.original_context_length", int)
-        found |= {
-            "original_max_position_embeddings": original,
-            "rope_scaling": {
-                "rope_type": "longrope",
-                "short_factor": short,
-                "long_factor": long,
-                "factor": config["max_position_embeddings"] / original,
-                "original_max_position_embeddings": original,
-            },
-        }
-    return found
-
-
-def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    shared = file.get("expert_shared_feed_forward_length")
-    normalizes = file.architecture == "qwen3moe"  # llama.cpp always does, whatever the file says
-    return {"norm_topk_prob": normalizes} | (
-        {"shared_expert_intermediate_size": shared} if shared is not None else {}
-    )
-
-
-def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rope scaling. The makers' yarn does not round the range of frequencies that it scales."""
-    scaling = _rope_scaling(file, config).get("rope_scaling")
-    return {"rope_scaling": {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}}
-
-
-_WINDOW = {"attention.sliding_window": "sliding_window"}
-FAMILIES = {
-    "llama": Architecture("llama", "LlamaForCausalLM"),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERT_FIELDS, _experts),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERT_FIELDS, _experts),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _WINDOW, _gemma2),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3),
-    "gpt-oss": Architecture(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        _WINDOW | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-        _gpt_oss,
-    ),
-}
-"""Architectures whose tensors are read as stored, by the name in `general.architecture`."""
 
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
@@ -148,8 +35,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         return _config_of_transformers(file)
     if architecture == "llama" and file.get("expert_count"):
         file.fail("llama.expert_count: experts of the architecture llama (Mixtral) are not supported")
-    fields = _FIELDS | family.fields
-    config = {ours: _need(file, name) for name, ours in fields.items()}
+    fields = FIELDS | family.fields
+    config = {ours: need(file, name) for name, ours in fields.items()}
     heads = config["num_attention_heads"]
     config |= {
         "architectures": [family.model_class],
@@ -163,7 +50,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         **_quantization(file),
         **_special_tokens(file),
     }
-    config |= _rope_scaling(file, config) | family.more(file, config)
+    config |= rope_scaling(file, config) | family.more(file, config)
     return {name: value for name, value in config.items() if value is not None}
 
 
@@ -224,65 +111,10 @@ def _sampling_defaults(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _need(file: GgufFile, name: str) -> Any:
-    value = file.get(name)
-    if value is None:
-        file.fail(f"{file.architecture}.{name}: is missing")
-    if isinstance(value, list):
-        file.fail(f"{file.architecture}.{name}: differs by layer, which is not supported")
-    return value
-
-
 def _dtype(file: GgufFile) -> str:
     """Return float32 if all matrices are float32, else bfloat16. Norms are float32 in every file."""
     matrices = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return "float32" if matrices <= {GGMLQuantizationType.F32} else "bfloat16"
-
-
-def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    if "rope_freqs.weight" in file.tensors:
-        return {"rope_scaling": _llama3_scaling(file, config)}
-    kind = file.get("rope.scaling.type", "none")
-    if kind in ("none", "longrope"):
-        return {}
-    if kind not in ("linear", "yarn"):
-        file.fail(f"{file.architecture}.rope.scaling.type: is {kind!r}, not none, linear, yarn or longrope")
-    scaling = {"rope_type": kind, "factor": _need(file, "rope.scaling.factor")}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = _need(file, "rope.scaling.original_context_length")
-    return {"rope_scaling": scaling}
-
-
-def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return Llama 3's scaling, from each frequency's divisor; the slowest one's divisor is the factor."""
-    found = _floats(file, "rope_freqs.weight")
-    frequencies = config["rope_theta"] ** -(np.arange(len(found)) / len(found))
-    scaling = {
-        "rope_type": "llama3",
-        "factor": round(float(found[-1])),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    if not np.allclose(found, _llama3_factors(frequencies, scaling), rtol=1e-3):
-        file.fail("tensor rope_freqs.weight: its factors are not those of Llama 3's rope scaling")
-    return scaling
-
-
-def _llama3_factors(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndarray:
-    """Return Llama 3.1's divisors of the frequencies: the factor for slow ones, 1 for fast ones."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return 1 / ((1 - smooth) / scaling["factor"] + smooth)
-
-
-def _floats(file: GgufFile, name: str) -> Sequence[float]:
-    tensor = file.tensors[name]
-    if tensor.type is not GGMLQuantizationType.F32:
-        file.fail(f"tensor {name}: has type {tensor.type.name}, not F32")
-    values: list[float] = tensor.data.view(np.float32).reshape(-1).tolist()
-    return values
 
 
 _LAYOUT = 3

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from checkpoints.gguf.config import FAMILIES
+from checkpoints.gguf.families import FAMILIES
 from checkpoints.gguf.reader import GgufFile, GgufTensor
 from engine.quantization.formats import powers
 from engine.quantization.weight import CodeFormat, QuantizedWeight, StoredWeights, dtype_name, placeholder

@@ -1,0 +1,181 @@
+"""The architectures of GGUF files that are read natively: their names and fields in Transformers.
+
+Metadata names come from ggml's docs/gguf.md and from llama.cpp's `convert_hf_to_gguf.py`, which writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from checkpoints.gguf.reader import GgufFile
+
+FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_EXPERT_FIELDS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Transformers' names for a GGUF architecture's model and fields."""
+
+    model_type: str
+    model_class: str
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names of further fields that every file of the architecture has."""
+    more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
+    """A function that returns the fields that must be computed."""
+
+
+def need(file: GgufFile, name: str) -> Any:
+    """Return a field of the architecture. Raises GgufError if it is missing or differs by layer."""
+    value = file.get(name)
+    if value is None:
+        file.fail(f"{file.architecture}.{name}: is missing")
+    if isinstance(value, list):
+        file.fail(f"{file.architecture}.{name}: differs by layer, which is not supported")
+    return value
+
+
+def rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    if "rope_freqs.weight" in file.tensors:
+        return {"rope_scaling": _llama3_scaling(file, config)}
+    kind = file.get("rope.scaling.type", "none")
+    if kind in ("none", "longrope"):
+        return {}
+    if kind not in ("linear", "yarn"):
+        file.fail(f"{file.architecture}.rope.scaling.type: is {kind!r}, not none, linear, yarn or longrope")
+    scaling = {"rope_type": kind, "factor": need(file, "rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = need(file, "rope.scaling.original_context_length")
+    return {"rope_scaling": scaling}
+
+
+def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return Llama 3's scaling, from each frequency's divisor; the slowest one's divisor is the factor."""
+    found = _floats(file, "rope_freqs.weight")
+    frequencies = config["rope_theta"] ** -(np.arange(len(found)) / len(found))
+    scaling = {
+        "rope_type": "llama3",
+        "factor": round(float(found[-1])),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if not np.allclose(found, _llama3_factors(frequencies, scaling), rtol=1e-3):
+        file.fail("tensor rope_freqs.weight: its factors are not those of Llama 3's rope scaling")
+    return scaling
+
+
+def _llama3_factors(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndarray:
+    """Return Llama 3.1's divisors of the frequencies: the factor for slow ones, 1 for fast ones."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / scaling["factor"] + smooth)
+
+
+def _floats(file: GgufFile, name: str) -> Sequence[float]:
+    tensor = file.tensors[name]
+    if tensor.type is not GGMLQuantizationType.F32:
+        file.fail(f"tensor {name}: has type {tensor.type.name}, not F32")
+    values: list[float] = tensor.data.view(np.float32).reshape(-1).tolist()
+    return values
+
+
+def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return Gemma's own fields. The layer count tells the 27 B models, which scale queries differently."""
+    largest = {"gemma2": 46, "gemma3": 62}[file.architecture]
+    is_largest = config["num_hidden_layers"] == largest
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "query_pre_attn_scalar": per_head if is_largest else config["head_dim"],
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(file, config) | {
+        "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma(file, config) | {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+        "rope_local_base_freq": file.get("rope.freq_base_swa", 10_000.0),
+    }
+
+
+def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    rotated = file.get("rope.dimension_count", config["head_dim"])
+    found: dict[str, Any] = {
+        "partial_rotary_factor": rotated / config["head_dim"],
+        "sliding_window": file.get("attention.sliding_window") or None,
+    }
+    factors = [file.tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")]
+    if None not in factors:
+        short, long = (_floats(file, each.name) for each in factors if each is not None)
+        original = file.need("phi3.rope.scaling.original_context_length", int)
+        found |= {
+            "original_max_position_embeddings": original,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": short,
+                "long_factor": long,
+                "factor": config["max_position_embeddings"] / original,
+                "original_max_position_embeddings": original,
+            },
+        }
+    return found
+
+
+def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    shared = file.get("expert_shared_feed_forward_length")
+    normalizes = file.architecture == "qwen3moe"  # llama.cpp always does, whatever the file says
+    return {"norm_topk_prob": normalizes} | (
+        {"shared_expert_intermediate_size": shared} if shared is not None else {}
+    )
+
+
+def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope scaling. The makers' yarn does not round the range of frequencies that it scales."""
+    scaling = rope_scaling(file, config).get("rope_scaling")
+    return {"rope_scaling": {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}}
+
+
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+FAMILIES = {
+    "llama": Architecture("llama", "LlamaForCausalLM"),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", _EXPERT_FIELDS, _experts),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERT_FIELDS, _experts),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _WINDOW, _gemma2),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _WINDOW | {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        _gpt_oss,
+    ),
+}
+"""Architectures whose tensors are read as stored, by the name in `general.architecture`."""
