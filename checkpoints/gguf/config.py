@@ -36,7 +36,7 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
     if architecture == "llama" and file.get("expert_count"):
         file.fail("llama.expert_count: experts of the architecture llama (Mixtral) are not supported")
     fields = FIELDS | family.fields
-    config = {ours: need(file, name) for name, ours in fields.items()}
+    config = {ours: need(file, name) for name, ours in fields.items() if ours}
     heads = config["num_attention_heads"]
     config |= {
         "architectures": [family.model_class],
@@ -62,15 +62,9 @@ def _config_of_transformers(file: GgufFile) -> dict[str, Any]:
 
     try:
         config: dict[str, Any] = load_gguf_checkpoint(str(file.path))["config"]
-    except ValueError:
-        known = "none that Transformers reads"
-        file.fail(
-            f"general.architecture: is {file.architecture!r}, not one of {', '.join(FAMILIES)}, and {known}"
-        )
     except Exception as error:  # the reader assumes the fields of a whole file
-        file.fail(
-            f"general.architecture: Transformers cannot read this file of {file.architecture}: {error!r}"
-        )
+        names = f"is {file.architecture!r}, not one of {', '.join(FAMILIES)}"
+        file.fail(f"general.architecture: {names}, and Transformers cannot read it: {error!r}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
     if model_class is None:
         file.fail(f"general.architecture: {file.architecture} is no decoder")

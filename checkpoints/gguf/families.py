@@ -37,7 +37,7 @@ class Architecture:
     model_type: str
     model_class: str
     fields: dict[str, str] = field(default_factory=dict)
-    """Names of further fields that every file of the architecture has."""
+    """Names of further fields that every file of the architecture has; empty for one that it may lack."""
     more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda file, config: {}
     """A function that returns the fields that must be computed."""
 
@@ -161,6 +161,38 @@ def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}}
 
 
+def _qwen35(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of Qwen3.5's recurrent layers. The blocks of an MTP head are no layers."""
+    heads = need(file, "ssm.time_step_rank")
+    rope = rope_scaling(file, config).get("rope_scaling", {"rope_type": "default"})
+    sections = [length for length in file.get("rope.dimension_sections", ()) if length]
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - file.get("nextn_predict_layers", 0),
+        "full_attention_interval": need(file, "full_attention_interval"),
+        "linear_conv_kernel_dim": need(file, "ssm.conv_kernel"),
+        "linear_key_head_dim": need(file, "ssm.state_size"),
+        "linear_num_key_heads": need(file, "ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": need(file, "ssm.inner_size") // heads,
+        "rope_scaling": rope
+        | ({"mrope_section": sections, "mrope_interleaved": True} if sections else {})
+        | {"partial_rotary_factor": need(file, "rope.dimension_count") / config["head_dim"]},
+    }
+
+
+def _lfm2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return LFM2's own fields. Layers without key heads are convolutions."""
+    heads = file.need("lfm2.attention.head_count_kv", list)
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "norm_eps": config["rms_norm_eps"],
+        "block_auto_adjust_ff_dim": False,  # the file's width is the adjusted one
+        "conv_L_cache": need(file, "shortconv.l_cache"),
+        "conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in file.tensors),
+    }
+
+
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 FAMILIES = {
     "llama": Architecture("llama", "LlamaForCausalLM"),
@@ -171,6 +203,15 @@ FAMILIES = {
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _WINDOW, _gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3),
+    "qwen35": Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", more=_qwen35),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _EXPERT_FIELDS
+        | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size", "feed_forward_length": ""},
+        _qwen35,
+    ),
+    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", more=_lfm2),
     "gpt-oss": Architecture(
         "gpt_oss",
         "GptOssForCausalLM",

@@ -1,7 +1,6 @@
 """The tensors of a GGUF file as weights of a Transformers model.
 
-Blocks stay quantized if a `QuantizedWeight` can hold their values; ggml's `ggml-common.h` defines their
-layouts. The package `gguf` dequantizes the other types.
+llama.cpp stores some tensors in an order, or with values, of its own.
 """
 
 from __future__ import annotations
@@ -11,31 +10,26 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
-from gguf.quants import dequantize
+from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from checkpoints.gguf.families import FAMILIES
 from checkpoints.gguf.reader import GgufFile, GgufTensor
-from engine.quantization.formats import powers
-from engine.quantization.weight import CodeFormat, QuantizedWeight, StoredWeights, dtype_name, placeholder
+from engine.quantization.gguf_blocks import BLOCK, STORED, dequantized, quantized_weight
+from engine.quantization.weight import QuantizedWeight, StoredWeights, dtype_name, placeholder
 
 logger = logging.getLogger("tandem.engine")
 
-_BLOCK = 32
-"""Number of values that share a scale in the types that stay quantized."""
-_VALUES_AT_ONCE = 1 << 18
-"""Number of values that are dequantized at once: few, so that they stay in a core's cache."""
 _BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
 _FLOATS = ("F32", "F16", "BF16")
 _UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors whose content is in `config.json`."""
+_BY_VALUE_HEAD = ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta", "attn_gate", "attn_qkv", "ssm_conv1d")
+"""Layers of Qwen3.5 with an output, or several, for each value head."""
 _EXPERT_LAYERS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 
 
@@ -95,15 +89,12 @@ class _Reader:
 
     def read(self, parameter: str, linear: str | None) -> None:
         """Read a parameter, if the file has it. `linear` is the name of its linear layer, if any."""
-        layer, _, suffix = parameter.rpartition(".")
-        if suffix == "sinks":
-            layer, suffix = parameter, "weight"
-        tensor = self._file.tensors.get(f"{self._names.get_name(layer)}.{suffix}")
+        tensor = self._file.tensors.get(self._stored_name(parameter))
         if tensor is None:
             return
         self._used.add(tensor.name)
         wanted = self._wanted[parameter]
-        if tensor.shape != wanted.shape and (1, *tensor.shape) != wanted.shape:
+        if [each for each in tensor.shape if each > 1] != [each for each in wanted.shape if each > 1]:
             self._file.fail(f"tensor {tensor.name}: has shape {list(tensor.shape)}, not {list(wanted.shape)}")
         if linear is not None and self._stays_quantized(tensor, linear, self.found.linears):
             self.found.plain[parameter] = placeholder(wanted)
@@ -111,6 +102,15 @@ class _Reader:
             self.found.plain[parameter] = self._plain(tensor).view(wanted.shape)
             if linear is not None:
                 self._dequantized[tensor.type.name] += 1
+
+    def _stored_name(self, parameter: str) -> str:
+        layer, _, suffix = parameter.rpartition(".")
+        if suffix in ("sinks", "A_log"):
+            name = str(self._names.get_name(parameter))
+            return f"{name}.weight" if suffix == "sinks" else name
+        if suffix == "dt_bias":
+            layer, suffix = f"{layer}.dt_proj", "bias"
+        return f"{self._names.get_name(layer)}.{suffix}"
 
     def read_tied_head(self) -> None:
         """Read the embeddings again, for the tied head: their own format has fewer bytes."""
@@ -131,19 +131,16 @@ class _Reader:
             return
         self._used.update(tensor.name for tensor in tensors)
         if experts.has_bias:
-            self._set_interleaved(path, "_bias", [self._bias(f"{name}.bias") for name in names])
-        if not experts.is_concatenated and not all(tensor.type in _READ for tensor in tensors):
-            self._set_interleaved(path, "", [self._plain(tensor).transpose(1, 2) for tensor in tensors])
+            self._set_fused(path, "_bias", [self._bias(f"{name}.bias") for name in names])
+        if not all(tensor.type in STORED for tensor in tensors):
+            self._set_fused(path, "", [self._plain(tensor) for tensor in tensors])
             self._dequantized.update(tensor.type.name for tensor in tensors)
             return
         for layer, tensor in zip(_EXPERT_LAYERS, tensors, strict=True):
             each = tensor.data.reshape(tensor.shape[0], -1, tensor.data.shape[1])
             for number, data in enumerate(each):
                 one = replace(tensor, shape=tensor.shape[1:], data=data)
-                name = f"{path}.{number}.{layer}"
-                if not self._stays_quantized(one, name, self.found.fused):
-                    self.found.plain[f"{name}.weight"] = self._plain(one)
-                    self._dequantized[tensor.type.name] += 1
+                self._stays_quantized(one, f"{path}.{number}.{layer}", self.found.fused)
 
     def _bias(self, name: str) -> Tensor:
         tensor = self._file.tensors.get(name)
@@ -152,15 +149,22 @@ class _Reader:
         self._used.add(name)
         return self._plain(tensor)
 
-    def _set_interleaved(self, path: str, suffix: str, parts: Sequence[Tensor]) -> None:
-        """Write the tensors of gate, up and down as gpt-oss has them: gate and up take turns."""
-        gate, up, down = parts
-        self.found.plain[f"{path}.gate_up_proj{suffix}"] = torch.stack([gate, up], dim=-1).flatten(-2)
-        self.found.plain[f"{path}.down_proj{suffix}"] = down.contiguous()
+    def _set_fused(self, path: str, suffix: str, parts: Sequence[Tensor]) -> None:
+        """Write the tensors of gate, up and down as the model has them; in gpt-oss gate and up take turns."""
+        experts, (gate, up, down) = self._empty.get_submodule(path), parts
+        if experts.is_concatenated:
+            first = torch.cat([gate, up], dim=1)
+        else:
+            first = torch.stack([gate, up], dim=2).flatten(1, 2)
+        for name, values in (("gate_up_proj", first), ("down_proj", down)):
+            is_transposed = experts.is_transposed and not suffix
+            self.found.plain[f"{path}.{name}{suffix}"] = values.transpose(1, 2) if is_transposed else values
 
     def finish(self) -> None:
         """Refuse tensors that were not read. Log the dequantized types."""
-        unknown = sorted(self._file.tensors.keys() - self._used - {*_UNUSED})
+        unknown = sorted(
+            name for name in self._file.tensors.keys() - self._used - {*_UNUSED} if not self._is_of_mtp(name)
+        )
         if unknown:
             self._file.fail(f"tensor {unknown[0]}: {type(self._empty).__name__} has no such tensor")
         for kind, count in self._dequantized.most_common():
@@ -169,24 +173,33 @@ class _Reader:
             fields = self._file.path, count, kind, dtype_name(self._dtype)
             logger.info("%s: %d matrices of type %s are dequantized to %s", *fields)
 
+    def _is_of_mtp(self, name: str) -> bool:
+        """Return whether a tensor belongs to an MTP head, whose blocks follow the layers."""
+        heads = range(self._file.get("nextn_predict_layers", 0))
+        return name.startswith(tuple(f"blk.{self._config.num_hidden_layers + number}." for number in heads))
+
     def _stays_quantized(self, tensor: GgufTensor, name: str, into: dict[str, QuantizedWeight]) -> bool:
         weight = quantized_weight(tensor, self._device)
         if weight is None:
             return False
-        order = self._order(tensor)
-        if order is not None:
-            zeros = None if weight.zeros is None else weight.zeros[order]
-            weight = replace(weight, codes=weight.codes[order], scales=weight.scales[order], zeros=zeros)
-        into[name] = weight
+        inputs = self._input_order(tensor)
+        if inputs is not None and (inputs.view(-1, BLOCK).diff() != 1).any():
+            return False
+        if (outputs := self._order(tensor)) is not None:
+            weight = _with_outputs(weight, outputs)
+        into[name] = weight if inputs is None else _with_inputs(weight, inputs)
         return True
 
     def _plain(self, tensor: GgufTensor) -> Tensor:
         """Return a tensor's values in the model's dtype."""
-        if self._file.architecture.startswith("gemma") and tensor.name.endswith("norm.weight"):
+        if self._file.architecture.startswith(("gemma", "qwen35")) and _is_shifted(tensor.name):
             return (dequantized(tensor, torch.float32) - 1).to(self._dtype)  # llama.cpp stores w + 1
         values = dequantized(tensor, self._dtype)
-        order = self._order(tensor)
-        return values if order is None else values[order]
+        if tensor.name.endswith("ssm_a"):
+            values = (-dequantized(tensor, torch.float32)).log().to(self._dtype)
+        outputs, inputs = self._order(tensor), self._input_order(tensor)
+        values = values if outputs is None else values[outputs]
+        return values if inputs is None else values[:, inputs]
 
     def _order(self, tensor: GgufTensor) -> Tensor | None:
         """Return the places of the model's outputs in the tensor, or None if the order is equal.
@@ -194,146 +207,51 @@ class _Reader:
         llama.cpp rotates neighbours and Transformers the halves of a head, so the outputs of queries and keys
         are interleaved in the architecture llama.
         """
-        kind = tensor.name.split(".")[-2]
+        kind = _kind(tensor)
+        if self._file.architecture.startswith("qwen35"):
+            return self._order_of_heads(tensor.shape[0]) if kind in _BY_VALUE_HEAD else None
         if self._file.architecture != "llama" or kind not in ("attn_q", "attn_k"):
             return None
         count = self._config.num_attention_heads if kind == "attn_q" else self._config.num_key_value_heads
         return torch.arange(tensor.shape[0]).view(count, -1, 2).transpose(1, 2).flatten()
 
-
-def quantized_weight(
-    tensor: GgufTensor, device: torch.device = torch.device("cpu")
-) -> QuantizedWeight | None:
-    """Return the weight of a matrix [outputs, inputs] as stored, or None if no format holds its type."""
-    read = _READ.get(tensor.type)
-    if read is None or len(tensor.shape) != 2:
+    def _input_order(self, tensor: GgufTensor) -> Tensor | None:
+        """Return the places of the model's inputs in the tensor, or None if the order is equal."""
+        if self._file.architecture.startswith("qwen35") and _kind(tensor) == "ssm_out":
+            return self._order_of_heads(tensor.shape[1])
         return None
-    size, parse = read
-    return parse(torch.from_numpy(tensor.data).to(device).unflatten(1, (-1, size)))
+
+    def _order_of_heads(self, length: int) -> Tensor | None:
+        """Return the places of values that belong to Qwen3.5's value heads, after those of keys if any.
+
+        llama.cpp stores the first value head of each key head, then the second ones, and so on.
+        """
+        config = self._config
+        keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+        if keys == heads:
+            return None
+        whole = heads * config.linear_value_head_dim
+        own = whole if length >= whole else heads
+        places = torch.arange(length - own, length).view(heads // keys, keys, -1).transpose(0, 1).flatten()
+        return torch.cat([torch.arange(length - own), places])
 
 
-def dequantized(tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
-    """Return the values of a tensor of any type."""
-    values = torch.empty(tensor.shape, dtype=dtype)
-    rows = values.view(len(tensor.data), -1)
-    count = max(1, _VALUES_AT_ONCE // rows.shape[1])
-    for start in range(0, len(rows), count):
-        piece = replace(tensor, data=tensor.data[start : start + count])
-        rows[start : start + count] = _in_float32(piece)
-    return values
+def _kind(tensor: GgufTensor) -> str:
+    """Return the layer that a tensor belongs to, without its block, such as `attn_q`."""
+    return next((part for part in tensor.name.split(".") if part != "blk" and not part.isdigit()), "")
 
 
-def _in_float32(tensor: GgufTensor) -> Tensor:
-    """Return the values [rows, inputs]."""
-    weight = quantized_weight(tensor) if tensor.type in _WITHOUT_MINIMA else None
-    if weight is not None:
-        return weight.dequantized()
-    return torch.from_numpy(np.ascontiguousarray(dequantize(tensor.data, tensor.type)))
+def _is_shifted(name: str) -> bool:
+    return name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
 
 
-class _Block(NamedTuple):
-    """A block of 32 codes after a float16 scale. The first 16 codes are the low halves of the bytes from
-    `codes` on; the others, the high ones. Codes without a minimum have their zero point in the middle.
-    """
-
-    codes: int
-    fifth_bits: int | None = None
-    has_minimum: bool = False
-
-    def read(self, blocks: Tensor) -> QuantizedWeight:
-        codes = _nibbles(blocks[..., self.codes :])
-        format = CodeFormat.INT4
-        if self.fifth_bits is not None:
-            codes |= _bits(blocks[..., self.fifth_bits : self.fifth_bits + 4]) << 4
-            format, codes = CodeFormat.INT8, codes.to(torch.int8)
-        if self.has_minimum:
-            return _with_minimum(format, codes.flatten(1), _half(blocks, 0), _half(blocks, 2))
-        codes = codes if format is CodeFormat.INT4 else codes - 16
-        return QuantizedWeight(format, codes.flatten(1), _half(blocks, 0))
+def _with_outputs(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
+    zeros = None if weight.zeros is None else weight.zeros[order]
+    return replace(weight, codes=weight.codes[order], scales=weight.scales[order], zeros=zeros)
 
 
-def _q8_0(blocks: Tensor) -> QuantizedWeight:
-    """Read a float16 scale and 32 int8 codes."""
-    codes = blocks[..., 2:].contiguous().view(torch.int8).flatten(1)
-    return QuantizedWeight(CodeFormat.INT8, codes, _half(blocks, 0))
-
-
-def _q4_k(blocks: Tensor) -> QuantizedWeight:
-    """Read two float16 factors, six-bit scales and minima of eight groups, and 256 codes."""
-    return _with_minimum(CodeFormat.INT4, _k_codes(blocks[..., 16:]).flatten(1), *_k_scales(blocks))
-
-
-def _q5_k(blocks: Tensor) -> QuantizedWeight:
-    """Read Q4_K with fifth bits: those of group g are bit g of the 32 bytes before the codes."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    fifth = (blocks[..., 16:48, None] >> shifts) & 1
-    codes = _k_codes(blocks[..., 48:]) | (fifth.transpose(-1, -2).flatten(-2) << 4)
-    return _with_minimum(CodeFormat.INT8, codes.to(torch.int8).flatten(1), *_k_scales(blocks))
-
-
-def _mxfp4(blocks: Tensor) -> QuantizedWeight:
-    """Read a power of two (E8M0) and 32 codes of E2M1."""
-    return QuantizedWeight(CodeFormat.MXFP4, _nibbles(blocks[..., 1:]).flatten(1), powers(blocks[..., 0]))
-
-
-_READ = {
-    GGMLQuantizationType.Q4_0: (18, _Block(2).read),
-    GGMLQuantizationType.Q4_1: (20, _Block(4, has_minimum=True).read),
-    GGMLQuantizationType.Q5_0: (22, _Block(6, 2).read),
-    GGMLQuantizationType.Q5_1: (24, _Block(8, 4, has_minimum=True).read),
-    GGMLQuantizationType.Q8_0: (34, _q8_0),
-    GGMLQuantizationType.Q4_K: (144, _q4_k),
-    GGMLQuantizationType.Q5_K: (176, _q5_k),
-    GGMLQuantizationType.MXFP4: (17, _mxfp4),
-}
-"""The types that stay quantized, with their bytes per block."""
-
-_WITHOUT_MINIMA = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q5_0, GGMLQuantizationType.Q8_0)
-"""Types whose values Torch computes faster than NumPy, to the same bits."""
-
-
-def _with_minimum(format: CodeFormat, codes: Tensor, scales: Tensor, minima: Tensor) -> QuantizedWeight:
-    """Return the weight with values `scales * codes + minima`.
-
-    In a group with scale 0, all values are the minimum: its codes become 1, and its scale the minimum.
-    """
-    flat = scales == 0
-    if flat.any():
-        codes = torch.where(flat.repeat_interleave(_BLOCK, dim=1), codes.new_ones(()), codes)
-        scales = torch.where(flat, minima, scales)
-    zeros = torch.where(flat, 0.0, -minima / torch.where(scales == 0, 1.0, scales))
-    return QuantizedWeight(format, codes, scales, zeros)
-
-
-def _half(blocks: Tensor, start: int) -> Tensor:
-    """Return a float16 of each block, as float32 [rows, blocks]."""
-    return blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1).float()
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """Return the bytes' low halves, then their high halves, uint8 [..., 2 * bytes]."""
-    return torch.cat([packed & 15, packed >> 4], dim=-1)
-
-
-def _bits(packed: Tensor) -> Tensor:
-    """Return the bytes' bits, lowest first, uint8 [..., 8 * bytes]."""
-    return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).flatten(-2)
-
-
-def _k_codes(packed: Tensor) -> Tensor:
-    """Return 256 four-bit codes; every 32 bytes have two groups of 32."""
-    return _nibbles(packed.unflatten(-1, (4, 32))).flatten(-2)
-
-
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minima of groups of 32, float32 [rows, 8 * blocks].
-
-    Twelve bytes hold six bits of each: bytes 0 to 3 the first four groups' scales, bytes 4 to 7 their minima.
-    The other groups have the low four bits in bytes 8 to 11, and the high two in the top bits of bytes 0 to
-    7.
-    """
-    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat([first & 63, (third & 15) | (first >> 6 << 4)], dim=-1)
-    minima = torch.cat([second & 63, (third >> 4) | (second >> 6 << 4)], dim=-1)
-    factors = _half(blocks, 0).unsqueeze(-1), _half(blocks, 2).unsqueeze(-1)
-    return (factors[0] * scales).flatten(1), -(factors[1] * minima).flatten(1)
+def _with_inputs(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
+    """Return the weight with its inputs in this order, which moves whole blocks."""
+    blocks = order[::BLOCK] // BLOCK
+    zeros = None if weight.zeros is None else weight.zeros[:, blocks]
+    return replace(weight, codes=weight.codes[:, order], scales=weight.scales[:, blocks], zeros=zeros)

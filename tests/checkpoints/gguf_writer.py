@@ -107,24 +107,51 @@ def _tensors(
         layer, _, suffix = parameter.rpartition(".")
         if layer == "lm_head" and tied:
             continue
-        block = f"blk.{parameter.split('.')[2]}"
         if ".experts." in parameter:
             is_bias = suffix.endswith("_bias")
+            name = "bias" if is_bias else "weight"
             for part, stacked in _expert_parts(architecture, suffix, values).items():
-                yield (
-                    f"{block}.{part}.{'bias' if is_bias else 'weight'}",
-                    _encoded(stacked, F32 if is_bias else kind),
-                )
+                yield f"blk.{layer.split('.')[2]}.{part}.{name}", _encoded(stacked, F32 if is_bias else kind)
             continue
-        if suffix == "sinks":
-            yield f"{block}.attn_sinks.weight", _encoded(values, kind)
+        if architecture.startswith("qwen35"):
+            values = _qwen35_values(model.config, layer.rpartition(".")[2], suffix, values)
+        if suffix in ("sinks", "A_log"):
+            name = f"{names.get_name(parameter)}{'.weight' if suffix == 'sinks' else ''}"
+            yield name, _encoded(values, kind)
             continue
-        if architecture.startswith("gemma") and layer.endswith("norm"):
+        if suffix == "dt_bias":
+            layer, suffix = f"{layer}.dt_proj", "bias"
+        if (
+            architecture.startswith(("gemma", "qwen35"))
+            and layer.endswith("norm")
+            and ".linear_attn." not in layer
+        ):
             values = values + 1
+        if layer.endswith((".conv1d", ".conv.conv")):
+            yield f"{names.get_name(layer)}.{suffix}", _encoded(values.squeeze(1), F32)
+            continue
         if architecture == "llama" and layer.endswith(("q_proj", "k_proj")):
             heads = len(values) // model.config.head_dim
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         yield f"{names.get_name(layer)}.{suffix}", _encoded(values, kind)
+
+
+def _qwen35_values(config: Any, layer: str, suffix: str, values: np.ndarray) -> np.ndarray:
+    """Return a tensor's values with the value heads of all keys in turns, and decays as they are applied."""
+    if layer == "out_proj":
+        return _tiled(config, values.T, values.shape[1]).T
+    if layer in ("in_proj_qkv", "conv1d", "in_proj_z"):
+        return _tiled(config, values, config.linear_num_value_heads * config.linear_value_head_dim)
+    if layer in ("in_proj_a", "in_proj_b") or suffix in ("A_log", "dt_bias"):
+        values = _tiled(config, values, len(values))
+    return -np.exp(values) if suffix == "A_log" else values
+
+
+def _tiled(config: Any, values: np.ndarray, own: int) -> np.ndarray:
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    first, last = values[: len(values) - own], values[len(values) - own :]
+    grouped = last.reshape(keys, heads // keys, -1)
+    return np.concatenate([first, grouped.swapaxes(0, 1).reshape(last.shape)])
 
 
 def _expert_parts(architecture: str, suffix: str, values: np.ndarray) -> dict[str, np.ndarray]:

@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -22,7 +24,7 @@ from checkpoints.gguf.reader import GgufError, read_gguf
 from engine.engine import Engine
 from engine.linear.quantized import QuantizedLinear
 from engine.load.loader import load_model
-from engine.quantization.gguf import dequantized
+from engine.quantization.gguf_blocks import dequantized
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
 from tests.checkpoints.gguf_writer import byte_level, write_gguf, write_raw
@@ -36,6 +38,17 @@ MXFP4 = GGMLQuantizationType.MXFP4
 PARTS = ("gate", "up", "down")
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
 WINDOW = {"attention.sliding_window": SLIDING_WINDOW}
+QWEN35 = {
+    "full_attention_interval": 2,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 128,
+    "rope.dimension_count": 8,
+    "rope.dimension_sections": [2, 1, 1, 0],
+}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -45,10 +58,22 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gemma3": WINDOW | {"rope.freq_base": 1e6},
     "phi3": WINDOW | {"rope.dimension_count": 16},
     "gpt-oss": WINDOW | {"expert_count": 4, "expert_used_count": 2},
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35 | EXPERTS | {"expert_shared_feed_forward_length": 48},
+    "lfm2": {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
     "stablelm": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4},
     "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
 }
 """Metadata by architecture. For the last two, Transformers' own reader adds nothing."""
+QWEN35_SHAPE: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "rope_parameters": ROPE
+    | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "gemma2": {"tie_word_embeddings": True},
@@ -60,11 +85,20 @@ CHANGES: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": None},
     "gpt-oss": {
         "intermediate_size": 64,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "rope_parameters": ROPE,
     },
+    "qwen35": QWEN35_SHAPE,
+    "qwen35moe": QWEN35_SHAPE,
+    "lfm2": {"block_auto_adjust_ff_dim": False, "rope_parameters": ROPE},
 }
 """Fields that a GGUF file does not state, since llama.cpp derives them from the architecture."""
-MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}
+MODEL_TYPES = {
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +150,56 @@ def test_weights_equal_those_that_transformers_reads(
         linear = kept.get(name.removesuffix(".weight"))
         ours = linear.quantized.dequantized() if linear else loaded.get_parameter(name)
         torch.testing.assert_close(ours, weight, atol=1e-6, rtol=1e-6)
+
+
+@pytest.fixture
+def read_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], PreTrainedModel]:
+    """Return a function that reads a file as Transformers does, which on a CPU needs no accelerate."""
+
+    def read(path: Path) -> PreTrainedModel:
+        with monkeypatch.context() as patched:
+            patched.setattr("transformers.modeling_utils.is_accelerate_available", lambda: True)
+            return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+    return read
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe", "lfm2"])
+def test_transformers_reads_the_same_model(
+    architecture: str, tmp_path: Path, read_by_transformers: Callable[[Path], PreTrainedModel]
+) -> None:
+    """So the tests write these architectures as llama.cpp does."""
+    model = model_of(architecture, tmp_path / "hf")
+    write_gguf(tmp_path / "model.gguf", architecture, model, **FIELDS[architecture])
+    read = read_by_transformers(tmp_path / "model.gguf")
+    tokens = torch.tensor([prompt_of(1, 40)])
+    torch.testing.assert_close(read(tokens).logits, model(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Q8_0, Q4_1], ids=lambda kind: kind.name)
+def test_qwen35_keeps_its_matrices_quantized_in_the_models_order(
+    kind: GGMLQuantizationType, tmp_path: Path, read_by_transformers: Callable[[Path], PreTrainedModel]
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen35", model_of("qwen35", tmp_path / "hf"), kind, **FIELDS["qwen35"])
+    loaded = load_model(config_of(path)).model
+    read = read_by_transformers(path)
+    kept = {name: each for name, each in loaded.named_modules() if isinstance(each, QuantizedLinear)}
+    assert {name.rpartition(".")[2] for name in kept} >= {"in_proj_qkv", "in_proj_z", "out_proj", "q_proj"}
+    for name, linear in kept.items():
+        expected = read.get_parameter(f"{name}.weight")
+        torch.testing.assert_close(linear.quantized.dequantized(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_blocks_of_an_mtp_head_are_left_out(tmp_path: Path) -> None:
+    model = model_of("qwen35", tmp_path / "hf")
+    path, head = (
+        tmp_path / "model.gguf",
+        {"blk.3.nextn.eh_proj.weight": (np.zeros((64, 128), np.float32), F32)},
+    )
+    fields = FIELDS["qwen35"] | {"block_count": 4, "nextn_predict_layers": 1}
+    write_gguf(path, "qwen35", model, more=head, **fields)
+    assert load_model(config_of(path)).model.config.num_hidden_layers == 3
 
 
 @needs_kernel
@@ -246,9 +330,9 @@ def test_llama_3_scaling_is_found_by_its_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "fields", "reason"),
     [
-        ("rwkv7", {}, r"general\.architecture: is 'rwkv7', not one of llama, .*Transformers reads"),
+        ("rwkv7", {}, r"general\.architecture: is 'rwkv7', not one of llama, .*Transformers cannot read it"),
         ("t5", {}, r"general\.architecture: t5 is no decoder"),
-        ("lfm2", {}, r"Transformers cannot read this file of lfm2"),
+        ("lfm2", {}, r"lfm2\.context_length: is missing"),
         ("llama", {"expert_count": 8}, r"llama\.expert_count: .*Mixtral"),
         ("llama", {"rope.scaling.type": "odd"}, r"llama\.rope\.scaling\.type: is 'odd'"),
         ("llama", {"feed_forward_length": [96, 64]}, r"feed_forward_length: differs by layer"),

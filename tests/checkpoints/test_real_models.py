@@ -16,7 +16,7 @@ import torch
 from checkpoints.gguf.reader import read_gguf
 from deploy.config import speculative_config
 from engine.assembly import load_served
-from engine.quantization.gguf import dequantized
+from engine.quantization.gguf_blocks import dequantized
 from protocol.config import ServeConfig
 from protocol.outputs import paged_logprobs
 from tests.checkpoints.transformers_answers import (

@@ -10,7 +10,7 @@ from gguf.quants import dequantize, quantize
 
 from checkpoints.gguf.reader import GgufTensor
 from engine.linear.packed_quantized import PackedQuantizedLinear, PackedWeight, fits
-from engine.quantization.gguf import dequantized, quantized_weight
+from engine.quantization.gguf_blocks import dequantized, quantized_weight
 from tests.engine.kernels import needs_kernel
 
 STORED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "MXFP4")
