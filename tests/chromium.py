@@ -62,12 +62,7 @@ class Visit:
     """
 
     def __init__(
-        self,
-        browser: BrowserContext,
-        url: str,
-        width: int = 1280,
-        height: int = 900,
-        own_tab: bool = False,
+        self, browser: BrowserContext, url: str, width: int = 1280, height: int = 900, own_tab: bool = False
     ) -> None:
         """Open the page for a user who prefers reduced motion: animations take most of the CPU time."""
         self.url = url

@@ -1,12 +1,25 @@
-"""Goodput over a trace, on made-up records and on a server that refuses requests."""
+"""Goodput of replayed loads, regret against the best other system, and memory over a long run."""
+
+from __future__ import annotations
 
 import asyncio
 import json
+import mmap
+import os
+from pathlib import Path
 
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bench.cli import app
 from bench.goodput import Goodput, Replays, best, describe, first_seconds, judge
 from bench.peers.systems import System
+from bench.regret.command import Measurement, TurnFigures, regrets
+from bench.regret.workloads import WORKLOADS, Draw
 from bench.serve.client import Record
 from bench.serve.workload import LoadRequest
+from bench.soak import written_bytes
 from planner.trace import TraceLine
 from tests.bench.test_bench_client import DONE, stream, token
 
@@ -86,3 +99,93 @@ async def test_a_collapsed_system_is_not_tested_at_higher_speed(start_server):
     served = 1
     found = await asyncio.to_thread(lambda: list(replays.measure(system, 0)))
     assert [each.goodput for each in found] == [10.0, 0.0]
+
+
+STALL_S = 0.03
+
+
+def measured(system: System, workload: str) -> TurnFigures:
+    measurement = Measurement(seconds=0.5, load=1.0, vocab_size=4096, seed=1)
+    measurement.warm_up(system)
+    return measurement.measure(system, workload, 0)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_each_workload_has_requests_within_its_time(name):
+    chains = WORKLOADS[name](Draw(np.random.default_rng(0), 4096, 8.0, 0.7))
+    first = [next(chain.requests) for chain in chains]
+    assert first and all(0 <= chain.start <= 8.0 for chain in chains)
+    assert all(len(request.prompt) + request.output_len <= 4096 for request in first)
+
+
+async def test_streams_and_long_prompts_are_judged_apart(start_server):
+    lengths = []
+
+    async def serve(request, writer):
+        length = len(json.loads(request.body)["prompt"])
+        lengths.append(length)
+        if length == 1500:
+            await asyncio.sleep(30 * STALL_S)
+        await stream(writer, [token("a"), token("b"), token("c", "length"), DONE], STALL_S)
+
+    system = System("x", await start_server(serve), "m")
+    found = await asyncio.to_thread(measured, system, "streams")
+    assert STALL_S <= found.gap_p99 < 30 * STALL_S <= found.ttft_p50
+    assert found.goodput > 0 and lengths.count(1500) >= 1 and lengths.count(64) >= 8
+
+
+async def test_a_request_that_fails_ends_the_measurement(start_server):
+    async def serve(request, writer):
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+
+    system = System("x", await start_server(serve), "m")
+    with pytest.raises(RuntimeError, match="503"):
+        await asyncio.to_thread(measured, system, "chat")
+
+
+def test_regret_is_the_lowest_median_ratio_to_another_system():
+    found = [
+        TurnFigures("cost", "chat", 0, 4.0, 0.2, 0.4, 0.02),
+        TurnFigures("whole", "chat", 0, 5.0, 0.1, 0.8, 0.02),
+        TurnFigures("split", "chat", 0, 2.0, 0.4, 0.2, 0.01),
+        TurnFigures("cost", "chat", 1, 5.0, 0.2, 0.4, 0.02),
+        TurnFigures("whole", "chat", 1, 5.0, 0.2, 0.4, 0.02),
+        TurnFigures("cost", "bursts", 0, 0.0, 9.0, 9.0, 9.0),
+        TurnFigures("whole", "bursts", 0, 1.0, 9.0, 9.0, 9.0),
+        TurnFigures("cost", "giant", 0, 1.0, 9.0, 9.0, 9.0),
+    ]
+    expected = {"goodput": 0.9, "ttft_p50": 0.75, "ttft_p99": 0.5, "gap_p99": 0.5}
+    assert regrets(found, "cost", "chat") == pytest.approx(expected)
+    assert regrets(found, "cost", "bursts")["goodput"] == 0.0
+    assert set(regrets(found, "cost", "giant").values()) == {None}
+
+
+def test_an_unknown_workload_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["regret", "--model", str(tmp_path), "--workload", "chats"])
+    assert result.exit_code == 2 and "--workload" in result.output
+
+
+SIZE = 64 * 2**20
+SLACK = 8 * 2**20
+
+
+def touch(memory: mmap.mmap) -> None:
+    for place in range(0, SIZE, mmap.PAGESIZE):
+        assert memory[place] in (0, 1)
+
+
+def test_written_memory_counts_and_file_pages_do_not(tmp_path: Path) -> None:
+    file = tmp_path / "library"
+    file.write_bytes(bytes(SIZE))
+    before = written_bytes(os.getpid())
+    with (
+        file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), SIZE, mmap.MAP_PRIVATE, mmap.PROT_READ) as read,
+    ):
+        touch(read)
+        assert abs(written_bytes(os.getpid()) - before) < SLACK
+    with mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE) as written:
+        for place in range(0, SIZE, mmap.PAGESIZE):
+            written[place] = 1
+        touch(written)
+        assert abs(written_bytes(os.getpid()) - before - SIZE) < SLACK

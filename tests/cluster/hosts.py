@@ -1,23 +1,24 @@
-"""Makes hosts with their own addresses on one machine: a laptop, and a cluster that it reaches by SSH."""
+"""Makes hosts with their own addresses on one machine by namespaces: a laptop, and a cluster behind SSH."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from tests.cluster.namespaces import START_S, Isolated
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("unshare", "nsenter", "ip", "sshd", "rsync", "setpriv")
 NETWORK = "10.77.0."
+START_S = 20.0
 _USER_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -31,6 +32,59 @@ def why_not() -> str:
     probe = ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     done = subprocess.run(probe, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else f"making hosts: {done.stderr.strip()}"
+
+
+class Isolated:
+    """A process tree with its own network, mounts, processes and host name. It ends with this process."""
+
+    process: subprocess.Popen[bytes]
+    init: psutil.Process
+
+    def __init__(self, name: str, log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+
+    def launch(self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None = None) -> None:
+        """Start the command and return when it runs. Its network has only the loopback device."""
+        isolate = ["setpriv", "--pdeathsig", "KILL", "unshare"]
+        isolate += ["--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        with self.log_path.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*isolate, *command],
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        wait_until(lambda: bool(psutil.Process(self.process.pid).children()), START_S, lambda: self.log)
+        self.init = psutil.Process(self.process.pid).children()[0]
+        self.network("link", "set", "lo", "up")
+
+    def network(self, *command: str) -> None:
+        """Run `ip` in this network. Works before the process has made its mounts, too."""
+        inside = ("nsenter", "-n", "-t", str(self.init.pid), "--", "ip", *command)
+        subprocess.run(inside, check=True, capture_output=True)
+
+    def run(self, *command: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run a command as root inside the namespaces."""
+        namespaces = ["nsenter", "-a", "-t", str(self.init.pid), "--"]
+        return subprocess.run(
+            [*namespaces, *command], capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def kill(self) -> None:
+        """Kill all processes inside at once, which also removes the network."""
+        if hasattr(self, "process"):
+            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
+                self.init.kill()
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
 
 
 class Host(Isolated):

@@ -21,15 +21,11 @@ import pytest
 import yaml
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 
-from tests.cluster.hosts import ROOT, why_not
-from tests.cluster.namespaces import Isolated
+from tests.cluster.hosts import ROOT, Isolated, why_not
 from tests.waiting import wait_until
 
 WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 URL = "http://127.0.0.1:8000"
 WAIT_S = 120.0

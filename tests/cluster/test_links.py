@@ -24,7 +24,7 @@ from tests.e2e.serving import HttpServing
 from tests.e2e.test_failover import BOUND_S, NUM_TOKENS, REQUESTS, SLOW, Serving, ask, changes
 from tests.faults import packet_relay
 from tests.faults.network import Network, why_not
-from tests.faults.test_whole_requests import run_in_network
+from tests.faults.test_networks import run_in_network
 from tests.worker.tiny_model import greedy
 
 __all__ = ["folder", "reference"]

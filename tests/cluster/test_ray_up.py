@@ -19,10 +19,7 @@ from tests.cluster.streams import Stream
 from tests.waiting import wait_until
 
 WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 
 DOWN_S = 100.0
 UP_S = SERVES_S = STREAMS_S = HEALED_S = 200.0

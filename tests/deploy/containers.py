@@ -17,8 +17,7 @@ from typing import Any
 
 import yaml
 
-from tests.cluster.hosts import ROOT, copy_working_tree
-from tests.cluster.namespaces import Isolated
+from tests.cluster.hosts import ROOT, Isolated, copy_working_tree
 
 NETWORK = "10.78.0."
 KERNELS = Path.home() / ".cache" / "tandem"

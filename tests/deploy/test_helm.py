@@ -15,8 +15,17 @@ from protocol.config import ServeConfig
 from protocol.roles import ROLES
 from tests.cluster.hosts import ROOT
 from tests.deploy.containers import of_dockerfile
-from tests.deploy.helm import HELM, Object, RenderError, check, environment, groups, of_kind, render
-from tests.deploy.kuberay import INFERENCE_POOL
+from tests.deploy.helm import (
+    HELM,
+    INFERENCE_POOL,
+    Object,
+    RenderError,
+    check,
+    environment,
+    groups,
+    of_kind,
+    render,
+)
 
 pytestmark = pytest.mark.skipif(not HELM.exists(), reason="helm is missing: deploy/install.sh test")
 

@@ -208,10 +208,7 @@ def test_workers_are_added_and_removed(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize(
     ("targets", "reason"),
-    [
-        (["--decode", "many"], "Invalid value for '--decode'"),
-        ([], "name a role at least: --prefill N"),
-    ],
+    [(["--decode", "many"], "Invalid value for '--decode'"), ([], "name a role at least: --prefill N")],
 )
 def test_invalid_commands_are_refused_before_a_server_is_asked(targets: list[str], reason: str) -> None:
     answer = CliRunner().invoke(app, ["scale", *targets, "--url", "http://127.0.0.1:1"])

@@ -454,9 +454,7 @@ def compiled_attention(name: str, capability: int) -> Code:
     new = [
         meta(total, heads, dim, dtype=variant.dtype)
         for heads, dim in zip(
-            (variant.heads, variant.kv_heads, variant.kv_heads),
-            (variant.dims[0], *variant.dims),
-            strict=True,
+            (variant.heads, variant.kv_heads, variant.kv_heads), (variant.dims[0], *variant.dims), strict=True
         )
     ]
     with launches(capability) as kernels:

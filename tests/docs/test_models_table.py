@@ -1,10 +1,12 @@
-"""docs/models.md agrees with what the engine serves and refuses."""
+"""Written tables agree with the code: served models in docs/models.md, flags in docs/from-vllm.md."""
 
 from __future__ import annotations
 
 import pytest
 import transformers
 
+from deploy.vllm_flags import RENAMED, SHORT
+from tests.docs import vllm_flags_table
 from tests.docs.models_table import DOCUMENT, TYPES, row
 from tests.docs.verdicts import verdict
 
@@ -37,3 +39,10 @@ def test_every_type_is_listed_once() -> None:
         pytest.skip(f"the list is of another version than Transformers {transformers.__version__}")
     listed = [line.split("`")[1] for line in LINES if line.startswith("| `")]
     assert sorted(listed) == TYPES
+
+
+def test_the_page_has_the_flags() -> None:
+    text = vllm_flags_table.DOCUMENT.read_text()
+    assert vllm_flags_table.written(text) == text, "run python -m tests.docs.vllm_flags_table"
+    assert [flag for flag in RENAMED if f"`--{flag}`" not in text] == []
+    assert {long for long in SHORT.values() if f"--{long}" not in text} == set()

@@ -1,17 +1,20 @@
-"""Requests of models with sliding windows or recurrent layers move between real workers: transfers carry only
-the window's blocks, and states.
-"""
+"""Conversations that move between workers, with windows or recurrent state, by prefix fetches or by cost."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
 from protocol.kv_events import Window
 from protocol.speculation import SpeculativeConfig
-from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.e2e.architectures import SLIDING_WINDOW, prompt, write_model
+from tests.e2e.serving import HttpServing
 from tests.e2e.test_token_equality import CHUNK, prompts, recurrent, resume
 from tests.speculation.small_engine import write_noisy
 from tests.worker.harness import Cluster, request, tiny_config
@@ -131,3 +134,49 @@ def test_answers_continue_when_the_decode_worker_dies(tmp_path: Path, model: str
         assert any(output.drafted_tokens for output in found)
         windows = {"mistral": (SLIDING_WINDOW,), "gpt_oss": (0, SLIDING_WINDOW)}
         assert other.state.costs.kv_windows == windows.get(model, other.state.costs.kv_windows)
+
+
+@pytest.fixture(scope="module")
+def serving(folder: Path) -> Iterator[HttpServing]:
+    with HttpServing(folder, {"prefill-0": "", "prefill-1": "", "decode-0": ""}) as serving:
+        yield serving
+
+
+def test_links_are_made_before_the_first_request(serving: HttpServing) -> None:
+    def connected() -> bool:
+        states = serving.worker_states()
+        return all(states[f"prefill-{n}"]["transports"].get("decode-0") == "shm" for n in (0, 1))
+
+    serving.wait(connected)
+    assert serving.metric("tandem_placements_total") == 0
+
+
+def test_the_second_turn_fetches_the_first_answer_from_its_decode_worker(
+    serving: HttpServing, reference: PreTrainedModel
+) -> None:
+    first = prompt(40, seed=1)
+    conversation = first + serving.tokens(first, 200)
+    second = conversation + prompt(50, seed=2)
+    assert_greedy(reference, second, serving.tokens(second, 12), 12)
+    serving.wait_empty()
+    fetched = sum(serving.counter(f"prefill-{n}", "prefix_blocks_fetched_total") for n in (0, 1))
+    lent = serving.counter("decode-0", "prefix_blocks_lent_total")
+    assert fetched == lent >= 200 // 16 - 1
+
+
+def test_requests_placed_by_cost_give_the_same_tokens(folder: Path, reference: PreTrainedModel) -> None:
+    rng = random.Random(0)
+    prompts = [prompt(rng.choice((5, 60, 300)), seed) for seed in range(12)]
+    with HttpServing(folder, placement="cost", itl_budget=0.002) as serving, ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda prompt: serving.tokens(prompt, 20), prompts)
+        for each, tokens in zip(prompts, answers, strict=True):
+            assert_greedy(reference, each, tokens, 20)
+        decisions = serving.http.get("/decisions").json()["decisions"]
+        cluster = serving.http.get("/cluster").json()
+        serving.wait_empty()
+    assert len(decisions) == len(prompts)
+    observed = [decision["observed"]["tpot_s"] for decision in decisions]
+    assert min(observed) >= 0 < max(observed), "0: all tokens came at once, as after a pause of the router"
+    costs = [worker["costs"] for worker in cluster["workers"]]
+    assert all(each["kv_bytes"] > 0 for each in costs)
+    assert any(each["step_s"] > 0 for each in costs), "a worker that got no request has taken no step"

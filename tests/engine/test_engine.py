@@ -357,10 +357,7 @@ INT8, FP8 = ({"foreign_format": f"float32/{name}"} for name in ("int8", "fp8"))
 
 @pytest.mark.parametrize(
     "turns",
-    [
-        [(INT8, 0), (INT8, 32), (FP8, 0), ({}, 0), ({}, 32)],
-        [({"shareable": False}, 0), ({}, 0), ({}, 32)],
-    ],
+    [[(INT8, 0), (INT8, 32), (FP8, 0), ({}, 0), ({}, 32)], [({"shareable": False}, 0), ({}, 0), ({}, 32)]],
     ids=["foreign formats", "other content than was said"],
 )
 def test_blocks_are_shared_only_within_their_format(

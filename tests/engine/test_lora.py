@@ -408,12 +408,7 @@ def test_a_pattern_of_layers_and_modules_is_searched(pattern: str) -> None:
     ],
 )
 def test_invalid_files_are_named(
-    file: str,
-    content: bytes | None,
-    message: str,
-    table: Adapters,
-    folders: dict[str, Path],
-    tmp_path: Path,
+    file: str, content: bytes | None, message: str, table: Adapters, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = write(tmp_path, *read(folders["llama"] / "one"))
     (folder / file).unlink()

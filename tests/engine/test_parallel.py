@@ -58,10 +58,7 @@ def steps() -> list[tuple[list[SequenceRows], list[int]]]:
     """Return prompts, one in two chunks, with decoding beside them, and the rows whose logits are needed."""
     first, second, third = ([(3 + 7 * i + j * j) % VOCAB_SIZE for j in range(40)] for i in range(3))
     return [
-        (
-            [SequenceRows(first[:37], 0, [[5, 1, 2]]), SequenceRows(second[:20], 0, [[0, 3, 4]])],
-            [36, 56],
-        ),
+        ([SequenceRows(first[:37], 0, [[5, 1, 2]]), SequenceRows(second[:20], 0, [[0, 3, 4]])], [36, 56]),
         (
             [SequenceRows(first[37:38], 37, [[5, 1, 2]]), SequenceRows(second[20:], 20, [[0, 3, 4]])],
             [0, 19, 20],

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
+import sys
 import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 
+from engine.kv.tiers.disk import DiskTier
 from engine.kv.tiers.slot_file import SlotFile, claim_folder
 from protocol.ids import BlockIdentity
 
@@ -72,3 +77,40 @@ class StuckFile(SlotFile):
     def read(self, slot: int, identity: BlockIdentity, into: memoryview) -> None:
         assert self.go.wait(30)
         super().read(slot, identity, into)
+
+
+LIFE_S = 60.0
+"""A limit, so that a failing test leaves nothing running."""
+
+
+def main(folder: str, block_bytes: int, capacity: int, first: int, count: int) -> None:
+    """Write blocks to a disk tier, and print `ready` once the first one is written.
+
+    With a `count` of 0 this continues until the process is killed. Otherwise it closes the tier and prints
+    its counters as JSON.
+    """
+    memory = PlainMemory(num_slots=4, block_bytes=block_bytes)
+    disk = DiskTier(open_file(Path(folder), block_bytes, capacity), memory.buffer)
+    free = list(range(memory.num_slots))
+    number, said, deadline = first, False, time.monotonic() + LIFE_S
+    while time.monotonic() < deadline and (not count or number < first + count):
+        free.extend(job.host_slot for job in disk.finished())
+        if disk.counters.written_blocks and not said:
+            print("ready", flush=True)
+            said = True
+        if free and not disk.can_write:
+            break  # no room at all
+        if free:
+            slot, identity = free.pop(), identity_of(number)
+            memory.slots[slot][:] = content_of(identity, block_bytes)
+            disk.write(identity, slot)
+            number += 1
+        else:
+            time.sleep(0.0002)
+    disk.close()
+    list(disk.finished())
+    print(json.dumps(asdict(disk.counters)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

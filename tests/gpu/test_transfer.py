@@ -42,9 +42,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[tuple[str, Connection]]:
     assert process.exitcode == 0
 
 
-def test_a_steps_kv_arrives_without_waiting_for_the_next_step(
-    peer: tuple[str, Connection],
-) -> None:
+def test_a_steps_kv_arrives_without_waiting_for_the_next_step(peer: tuple[str, Connection]) -> None:
     wire, pipe = peer
     pool, values = make_pool()
     sender = SenderEnd([wire], pool)

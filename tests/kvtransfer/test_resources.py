@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from kvtransfer.interface import Completed, RegisteredPool
-from tests.kvtransfer.transfer_sides import (
-    RawPeer,
-    ReceiverEnd,
-    SenderEnd,
-    close_memories,
-    idle_cpu_seconds,
-)
+from tests.faults.leftovers import held, more_than
+from tests.kvtransfer.transfer_sides import RawPeer, ReceiverEnd, SenderEnd, close_memories, idle_cpu_seconds
 from tests.waiting import wait_until
 
 Closing = Callable[[Any], Any]
 
 
-def held() -> tuple[list[str], int, int]:
-    """Return our threads, the descriptors, and the mapped pools."""
-    gc.collect()
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
-    pools = Path("/proc/self/maps").read_text().count("memfd:tandem-kv-pool")
-    return threads, len(os.listdir("/proc/self/fd")), pools
-
-
-def wait_until_held(expected: tuple[list[str], int, int]) -> None:
+def wait_until_held(expected: dict[str, int]) -> None:
     """Wait until this much is held. Threads of a large pool or of a link may end a moment later."""
     wait_until(lambda: held() == expected, what=lambda: f"{held()}, {expected}")
 
@@ -46,8 +29,7 @@ def test_close_leaves_nothing_behind(transport: str) -> None:
         receiver.open("lease", [1])
         sender.push(receiver.peer, "lease", [1])
         assert isinstance(sender.wait_lease("lease"), Completed)
-        threads, descriptors, pools = held()
-        assert len(threads) >= 3 and descriptors > before[1] and pools >= 2 + (transport == "shm")
+        assert {what.split()[0] for what in more_than(before)} == {"thread", "descriptor", "mapping"}
         sender.close()
         sender.sender.close()
         receiver.close()

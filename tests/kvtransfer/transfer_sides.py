@@ -6,7 +6,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -63,17 +63,24 @@ def is_over(event: object) -> bool:
 
 
 class End:
-    """The parts that both ends share: a pool, and waits for events."""
+    """One end with a pool, and waits for its events. `usual` has options that a test may replace."""
 
-    end: Any
+    kind: Any
+    usual: ClassVar[dict[str, Any]]
 
     def __init__(
-        self, transports: Sequence[str], pool: RegisteredPool | None, wire_options: TransportOptions
+        self,
+        transports: Sequence[str],
+        pool: RegisteredPool | None = None,
+        wire_options: TransportOptions = PLAIN,
+        **options: Any,
     ) -> None:
         self.pool = pool or make_pool()
         self.incarnation = new_incarnation()
         self.wires = open_transports(transports, self.pool, self.incarnation, wire_options)
         self.woken = threading.Event()
+        own = {"incarnation": self.incarnation, "transports": self.wires, "on_event": self.woken.set}
+        self.end = self.kind(self.pool, **{"key": KEY, **self.usual, **own, **options})
 
     def wait_for(self, until: Callable[[Any], bool] = is_over, timeout_s: float = WAIT_S) -> list[Any]:
         """Return all events up to and including the batch with the first that `until` accepts."""
@@ -98,24 +105,12 @@ class End:
 
 
 class ReceiverEnd(End):
-    def __init__(
-        self,
-        transports: Sequence[str],
-        pool: RegisteredPool | None = None,
-        wire_options: TransportOptions = PLAIN,
-        **options: Any,
-    ) -> None:
-        super().__init__(transports, pool, wire_options)
-        self.end = self.receiver = Receiver(
-            self.pool,
-            key=options.pop("key", KEY),
-            worker_id="decode-0",
-            incarnation=self.incarnation,
-            transports=self.wires,
-            host="127.0.0.1",
-            on_event=self.woken.set,
-            **options,
-        )
+    kind = Receiver
+    usual: ClassVar = {"worker_id": "decode-0", "host": "127.0.0.1"}
+
+    @property
+    def receiver(self) -> Receiver:
+        return self.end
 
     def open(
         self, lease_id: str, blocks: Sequence[int], first_block: int = 0, num_tokens: int | None = None
@@ -134,23 +129,12 @@ class ReceiverEnd(End):
 
 
 class SenderEnd(End):
-    def __init__(
-        self,
-        transports: Sequence[str],
-        pool: RegisteredPool | None = None,
-        wire_options: TransportOptions = PLAIN,
-        **options: Any,
-    ) -> None:
-        super().__init__(transports, pool, wire_options)
-        self.end = self.sender = Sender(
-            self.pool,
-            key=options.pop("key", KEY),
-            worker_id=options.pop("worker_id", "prefill-0"),
-            incarnation=self.incarnation,
-            transports=self.wires,
-            on_event=self.woken.set,
-            **options,
-        )
+    kind = Sender
+    usual: ClassVar = {"worker_id": "prefill-0"}
+
+    @property
+    def sender(self) -> Sender:
+        return self.end
 
     def push(
         self, peer: PeerAddress, lease_id: str, blocks: Sequence[int], first: int = 0, *, final: bool = True

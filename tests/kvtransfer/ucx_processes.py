@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from bench.transfer.process import ProcessObject
-from tests.kvtransfer.signals import send_signal
+from tests.faults.leftovers import held, more_than
 from tests.kvtransfer.ucx_tls import on_this_host
+from tests.processes import send_signal
 
 WAIT_S = 30.0
-Found = TypeVar("Found")
-
-
-def held() -> dict[str, list[str]]:
-    """Return this process's threads, descriptors and shared memory."""
-    gc.collect()
-    tasks = [Path(f"/proc/self/task/{task}/comm") for task in os.listdir("/proc/self/task")]
-    links = [Path(f"/proc/self/fd/{descriptor}") for descriptor in os.listdir("/proc/self/fd")]
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    return {
-        "threads": sorted(found.strip() for found in existing(Path.read_text, tasks)),
-        "descriptors": sorted(str(found).split(":")[0] for found in existing(Path.readlink, links)),
-        "shared memory": sorted({line.split()[-1] for line in maps if "SYSV" in line or "/dev/shm" in line}),
-    }
-
-
-def existing(look: Callable[[Path], Found], paths: list[Path]) -> Iterator[Found]:
-    """Yield what `look` finds at these paths. Threads may end, and descriptors be closed, meanwhile."""
-    for path in paths:
-        with suppress(OSError):
-            yield look(path)
 
 
 def hello_of(num_blocks: int, block_bytes: int) -> Any:
@@ -83,18 +58,13 @@ class Side:
 
         self.transport = UcxTransport(self.pool, type(self).__name__)
 
-    def left_after_close(self) -> dict[str, list[str]]:
+    def left_after_close(self) -> dict[str, int]:
         """Close, and return what was not there before the transport was opened."""
         self.transport.close()
         self.transport.close()
         for channel in self.channels:
             channel.close()
-        now = held()
-        return {
-            kind: [f"{what} x{now[kind].count(what)}" for what in sorted(set(now[kind]))
-                   if now[kind].count(what) > self.before[kind].count(what)]
-            for kind in now
-        }  # fmt: skip
+        return more_than(self.before)
 
     def attempt(self, command: str, *arguments: Any) -> tuple[Any, Exception | None]:
         """Return the value of a command, or its exception."""
@@ -259,7 +229,7 @@ class Receiver(Sender):
     def num_orphaned_reads(self) -> int:
         return len(self.transport._orphans)
 
-    def left_after_close(self) -> dict[str, list[str]]:
+    def left_after_close(self) -> dict[str, int]:
         self.listener.close()
         return super().left_after_close()
 

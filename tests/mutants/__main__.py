@@ -6,19 +6,22 @@ import argparse
 import json
 import random
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.children import adopt_orphans, end_children
-from tests.mutants.judging import Judging
+from tests.mutants.children import adopt_orphans, end_children, environment, private_copy
+from tests.mutants.judging import PYTEST, Judging
 from tests.mutants.operators import Mutant, mutants_of
-from tests.mutants.tiers import tests_of_tiers
-from tests.mutants.tree import private_copy
+from tests.tiers import costs
+from tests.tiers.canaries import CANARIES
+from tests.tiers.choice import Situation, choose, nearest
+from tests.tiers.reach import Imports
 
 ROOT = Path(__file__).parents[2]
 _DEVICE = "import triton"
@@ -126,6 +129,37 @@ def _read(path: Path) -> list[dict[str, Any]]:
         with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
     return rows
+
+
+def tests_of_tiers(tree: Path, files: Collection[str], budget_cpu_s: float) -> dict[str, list[str]]:
+    """Return the tests of the fast tier, as if these files were the change, and the full one's others."""
+    known, distances = costs.load(tree), Imports(tree).distances(files)
+    tests = _collected(tree, nearest(distances, known, budget_cpu_s))
+    chosen = choose(tests, known, Situation(list(CANARIES.values()), distances)).chosen
+
+    def bounded(tests: Sequence[str]) -> list[str]:
+        """Return the cheap tests, then the nearest and cheapest expensive ones, up to the bound."""
+        expensive = {test: cost.cpu_s for test in tests if (cost := known.of(test))}
+        found, left_s = [test for test in tests if test not in expensive], budget_cpu_s
+        for test in sorted(expensive, key=lambda test: (distances[costs.split(test)[0]], expensive[test])):
+            left_s -= expensive[test]
+            found += [test] if left_s >= 0 else []
+        return found
+
+    tiers = {
+        "fast": bounded([test for test in tests if test in chosen]),
+        "full": bounded([test for test in tests if test not in chosen]),
+    }
+    return {tier: found for tier, found in tiers.items() if found}
+
+
+def _collected(tree: Path, paths: Sequence[str]) -> list[str]:
+    command = [*PYTEST, "-v", "--collect-only", "--continue-on-collection-errors", *paths]
+    done = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
+    tests = [line for line in done.stdout.splitlines() if line.startswith("tests/") and "::" in line]
+    if not tests:
+        raise RuntimeError(f"pytest collects no test:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return tests
 
 
 if __name__ == "__main__":

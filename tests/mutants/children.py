@@ -1,14 +1,17 @@
-"""Runs work in a forked process with a time limit, and ends all processes that it leaves."""
+"""Runs functions in child processes, over a private copy of the tree."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import select
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 
@@ -81,3 +84,35 @@ def end_children() -> None:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(found)
+
+
+_LEFT = shutil.ignore_patterns(".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")
+
+
+@contextmanager
+def private_copy(root: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        copy = Path(folder) / "tree"
+        shutil.copytree(root, copy, symlinks=True, ignore=_LEFT)
+        (copy / ".venv").symlink_to((root / ".venv").resolve())
+        yield copy
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """Return the environment for processes that import the copy. They run one thread, since a fork keeps only
+    one.
+    """
+    return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def changed(file: Path, text: bytes, age: int) -> Iterator[None]:
+    """Change a file for the block's time. Its own modification time makes Python compile it again."""
+    before, times = file.read_bytes(), file.stat()
+    file.write_bytes(text)
+    os.utime(file, (age, age))
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))

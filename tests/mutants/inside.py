@@ -10,20 +10,22 @@ import gc
 import json
 import os
 import pickle
+import sys
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
 from _pytest.main import pytest_runtestloop
 
 from tests.mutants.children import Say, adopt_orphans, end_children, in_child
-from tests.mutants.living import functions_of, replace
 from tests.mutants.operators import Mutant
-from tests.mutants.trace import Trace
 from tests.mutants.verdicts import Baseline, Module, Verdict, hits
 
 JOB = "TANDEM_MUTANTS"
@@ -179,3 +181,102 @@ class FirstFailure:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed and not hasattr(report, "wasxfail"):
             self._say(FAILED)
+
+
+_STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.system")
+
+
+class Trace:
+    def __init__(self, root: Path, files: Collection[str]) -> None:
+        self._lines: dict[str, set[int]] = {str(root / file): set() for file in files}
+        self._files = dict(zip(self._lines, files, strict=True))
+        self._starts = False
+        sys.addaudithook(self._audit)
+        self._watch_processes()
+
+    def begin(self) -> None:
+        threading.settrace(self._enter)
+        sys.settrace(self._enter)
+
+    def end(self) -> None:
+        sys.settrace(None)
+        threading.settrace(None)
+
+    def take(self) -> tuple[dict[str, list[int]], bool]:
+        """Return the lines that ran since the last call, and whether processes were started."""
+        lines = {self._files[path]: sorted(found) for path, found in self._lines.items() if found}
+        started = self._starts
+        for found in self._lines.values():
+            found.clear()
+        self._starts = False
+        return lines, started
+
+    def put(self, lines: dict[str, list[int]], started: bool) -> None:
+        """Put recorded lines back."""
+        for path, file in self._files.items():
+            self._lines[path].update(lines.get(file, ()))
+        self._starts |= started
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        lines = self._lines.get(frame.f_code.co_filename)
+        if lines is None:
+            return None
+        lines.add(frame.f_lineno)
+
+        def step(frame: FrameType, event: str, argument: Any) -> Callable[..., Any]:
+            lines.add(frame.f_lineno)
+            return step
+
+        return step
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _STARTS:
+            self._starts = True
+
+    def _watch_processes(self) -> None:
+        """Watch `multiprocessing` as well, since no audit event reports its processes."""
+        start = BaseProcess.start
+
+        def noticed(process: BaseProcess) -> None:
+            self._starts = True
+            start(process)
+
+        BaseProcess.start = noticed
+
+
+Place = tuple[str, int]
+
+
+def functions_of(files: Iterable[str]) -> dict[str, list[FunctionType]]:
+    """Return the living functions of each of these files, named by their full paths."""
+    found: dict[str, list[FunctionType]] = {file: [] for file in files}
+    for each in gc.get_objects():
+        if type(each) is FunctionType and each.__code__.co_filename in found:
+            found[each.__code__.co_filename].append(each)
+    return found
+
+
+def replace(functions: Iterable[FunctionType], old: bytes, new: bytes, file: str) -> int:
+    """Give the mutated code to the functions whose code differs between two texts of their file. Return their
+    number.
+    """
+    before, after = (dict(_codes(compile(text, file, "exec", dont_inherit=True))) for text in (old, new))
+    changed = {place: code for place, code in after.items() if before.get(place) != code}
+    count = 0
+    for function in functions:
+        code = changed.get(_place(function.__code__))
+        if code and code.co_freevars == function.__code__.co_freevars:
+            function.__code__ = code
+            count += 1
+    return count
+
+
+def _codes(code: CodeType) -> Iterator[tuple[Place, CodeType]]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield _place(each), each
+            yield from _codes(each)
+
+
+def _place(code: CodeType) -> Place:
+    return code.co_qualname, code.co_firstlineno

@@ -15,10 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.children import end_children
+from tests.mutants.children import changed, end_children, environment
 from tests.mutants.inside import JOB, Job
 from tests.mutants.operators import Mutant
-from tests.mutants.tree import changed, environment
 from tests.mutants.verdicts import Module, Verdict
 from tests.tiers.reach import Imports
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.mutants.__main__ import drawn, files_of, summary
 from tests.mutants.children import in_child
-from tests.mutants.living import functions_of, replace
+from tests.mutants.inside import functions_of, replace
 from tests.mutants.operators import Mutant, mutants_of
 from tests.mutants.verdicts import Baseline, Module
 

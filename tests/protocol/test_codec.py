@@ -1,5 +1,7 @@
 """Messages survive encoding and decoding, and everything else is refused."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import strategies as st
@@ -62,70 +64,43 @@ OUTPUT = TokenOutput(
     cached_tokens=16,
     timing=RequestTiming(queue_s=0.1),
 )
-MESSAGES = [
-    (codec.router_to_worker, Registered(incarnation="abc", router="r")),
-    (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST, decode=ADDRESS)),
-    (codec.router_to_worker, Generate(incarnation="abc", request=REQUEST)),
-    (codec.router_to_worker, Abort(request_ids=["r1", "r2"])),
-    (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1", decode=ADDRESS)),
-    (codec.router_to_worker, Redirect(incarnation="abc", request_id="r1")),
-    (codec.router_to_worker, Peers(peers=[ADDRESS])),
-    (codec.worker_to_router, STATE),
-    (codec.worker_to_router, registration("decode-0", "abc", state=STATE, start_up={"attention": "cpu"})),
-    (codec.worker_to_router, StepOutput(worker_id="decode-0", incarnation="abc", outputs=[OUTPUT])),
-    (
-        codec.worker_to_router,
+LEASE: dict[str, Any] = {"request_id": "r1", "lease_id": "l1", "incarnation": "abc"}
+PREFILL: dict[str, Any] = {"prefill_worker": "p0", "prefill_incarnation": "p"}
+FAILED: dict[str, Any] = {"request_id": "r1", "decode_incarnation": "abc", "manifest_sent": True}
+BY_CHANNEL: dict[Any, list[Any]] = {
+    codec.router_to_worker: [
+        Registered(incarnation="abc", router="r"),
+        Generate(incarnation="abc", request=REQUEST, decode=ADDRESS),
+        Generate(incarnation="abc", request=REQUEST),
+        Abort(request_ids=["r1", "r2"]),
+        Redirect(incarnation="abc", request_id="r1", decode=ADDRESS),
+        Redirect(incarnation="abc", request_id="r1"),
+        Peers(peers=[ADDRESS]),
+    ],
+    codec.worker_to_router: [
+        STATE,
+        registration("decode-0", "abc", state=STATE, start_up={"attention": "cpu"}),
+        StepOutput(worker_id="decode-0", incarnation="abc", outputs=[OUTPUT]),
         HandoverFailed(
-            worker_id="prefill-0",
-            incarnation="p",
-            request_id="r1",
-            decode_incarnation="abc",
-            error_kind="transfer",
-            reason="the link broke",
-            manifest_sent=True,
+            worker_id="p0", incarnation="p", **FAILED, error_kind="transfer", reason="the link broke"
         ),
-    ),
-    (
-        codec.peer_request,
-        Reserve(
-            incarnation="abc",
-            request=REQUEST,
-            prefill_worker="p0",
-            prefill_incarnation="p",
-            segments=[SEGMENT],
-            ttl_s=3.0,
-        ),
-    ),
-    (codec.peer_request, Handoff(manifest=MANIFEST)),
-    (codec.peer_request, Release(incarnation="abc", lease_id="l1", request_id="r1")),
-    (
-        codec.peer_reply,
-        Reserved(
-            request_id="r1",
-            lease_id="l1",
-            incarnation="abc",
-            block_size=16,
-            extents=[Extent(0, [1])],
-            covered=0,
-        ),
-    ),
-    (codec.peer_reply, ReserveRefused(request_id="r1", error_kind="overloaded", reason="no room")),
-    (codec.peer_reply, HandoffAck(request_id="r1", lease_id="l1", error="no", field="segments")),
-    (
-        codec.peer_request,
-        Fetch(
-            incarnation="abc",
-            request_id="r1",
-            lease_id="l1",
-            first_block=2,
-            identities=[b"i" * 16],
-            receiver=ADDRESS,
-        ),
-    ),
-    (codec.peer_reply, FetchRefused(request_id="r1", lease_id="l1", reason="no")),
-    (codec.peer_reply, Stale(request_id="r1", incarnation="abc")),
-]
-CHANNELS = [codec.router_to_worker, codec.worker_to_router, codec.peer_request, codec.peer_reply]
+    ],
+    codec.peer_request: [
+        Reserve(incarnation="abc", request=REQUEST, **PREFILL, segments=[SEGMENT], ttl_s=3.0),
+        Handoff(manifest=MANIFEST),
+        Release(incarnation="abc", lease_id="l1", request_id="r1"),
+        Fetch(**LEASE, first_block=2, identities=[b"i" * 16], receiver=ADDRESS),
+    ],
+    codec.peer_reply: [
+        Reserved(**LEASE, block_size=16, extents=[Extent(0, [1])], covered=0),
+        ReserveRefused(request_id="r1", error_kind="overloaded", reason="no room"),
+        HandoffAck(request_id="r1", lease_id="l1", error="no", field="segments"),
+        FetchRefused(request_id="r1", lease_id="l1", reason="no"),
+        Stale(request_id="r1", incarnation="abc"),
+    ],
+}
+MESSAGES = [(channel, message) for channel, messages in BY_CHANNEL.items() for message in messages]
+CHANNELS = list(BY_CHANNEL)
 NAMES = [type(message).__name__ for _, message in MESSAGES]
 
 
@@ -212,10 +187,7 @@ def test_a_message_over_the_limit_is_refused(monkeypatch):
 
 
 def test_fuzz_the_channels():
-    whole = {
-        channel: [codec.encode(message) for other, message in MESSAGES if other is channel]
-        for channel in CHANNELS
-    }
+    whole = {channel: list(map(codec.encode, messages)) for channel, messages in BY_CHANNEL.items()}
 
     def check(example):
         channel, raw = example

@@ -1,20 +1,21 @@
-"""GPTQ and AWQ lose less than `--quantization int4` on SmolLM2-135M-Instruct."""
+"""Calibrated methods beat rounding, on inputs and weights like those of real models and on a real model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine.linear.quantized import group_size, round_to_nearest
-from engine.quantization.weight import CodeFormat
-from quantization import command, texts
-from quantization.calibration import find_blocks, linears
+from engine.quantization.weight import CodeFormat, QuantizedWeight
+from quantization import awq, command, gptq, texts
+from quantization.calibration import Moments, find_blocks, linears
 from quantization.preparation import Method, QuantizeOptions
 from quantization.texts import predict
 from tests.real_models import smollm2
@@ -86,3 +87,39 @@ def test_a_calibrated_method_loses_less_than_rounding(
     )
     print(f"{method} {by_method:+.2%}, rounded to nearest {by_rounding:+.2%}")
     assert by_method < 0.8 * by_rounding
+
+
+OUTPUTS, INPUTS, GROUP, TOKENS = 96, 256, 64, 1024
+
+
+def case(num_huge: int) -> tuple[Tensor, Tensor]:
+    """Return a weight with heavy tails and correlated inputs [tokens, in], `num_huge` of them huge."""
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(TOKENS, 48, generator=random) @ torch.randn(48, INPUTS, generator=random)
+    inputs = inputs + 2 * torch.randn(TOKENS, INPUTS, generator=random)
+    inputs[:, ::50] *= 5
+    inputs[:num_huge] = 0.01 * torch.randn(num_huge, INPUTS, generator=random)
+    inputs[:num_huge, 7] = 20_000
+    weight = torch.randn(OUTPUTS, INPUTS, generator=random)
+    return weight * (1 + 0.4 * torch.randn(OUTPUTS, INPUTS, generator=random).square()), inputs
+
+
+@pytest.mark.parametrize("num_huge", [0, 2])
+@pytest.mark.parametrize(
+    ("method", "share"), [(gptq.quantize, 0.2), (awq.quantize, 0.7)], ids=["gptq", "awq"]
+)
+def test_outputs_of_ordinary_tokens_change_less(
+    method: Callable[[Tensor, Tensor, int, int], QuantizedWeight], share: float, num_huge: int
+) -> None:
+    weight, inputs = case(num_huge)
+    moments = Moments.of_width(INPUTS, inputs.device)
+    moments.add(inputs)
+    moments.complete()
+    unseen = case(0)[1][TOKENS // 2 :]
+
+    def error(rounded: Tensor) -> float:
+        return float((unseen @ (rounded - weight).T).square().mean())
+
+    rounded = round_to_nearest(weight, CodeFormat.INT4, GROUP).dequantized()
+    calibrated = method(weight, moments.products, 4, GROUP).dequantized()
+    assert error(calibrated) < share * error(rounded)

@@ -483,10 +483,7 @@ def test_any_interleaving(policy: str) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=25,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -243,12 +243,7 @@ def test_offsets_in_a_stream_that_begins_with_the_prompt(complete):
 def test_logprobs_of_half_characters(complete):
     """Tokens that are no text on their own are named by their bytes, so that names don't collide."""
     logprobs = complete("\U0001f6f0", max_tokens=4, logprobs=1).choices[0].logprobs
-    assert logprobs.tokens == [
-        "bytes:\\xf0\\x9f",
-        "bytes:\\x9b",
-        "bytes:\\xb0",
-        "bytes:\\xf0\\x9f",
-    ]
+    assert logprobs.tokens == ["bytes:\\xf0\\x9f", "bytes:\\x9b", "bytes:\\xb0", "bytes:\\xf0\\x9f"]
 
 
 def test_prompt_logprobs_and_token_ids(complete, tokenizer):

@@ -109,11 +109,7 @@ FULL_BATCH = worker(DECODE, num_running=16, rows=40.0, held=20)
 PROVOKED: dict[str, tuple[ClusterSample, ClusterSample]] = {
     "prefill": looks((BUSY_PREFILL, steps(40, 1.9, 19_000.0)), (DECODE, steps(40, 0.1))),
     "decode": looks((PREFILL, {}), (BUSY_DECODE, steps(316, 1.9, 316 * 40.0))),
-    "transfer": looks(
-        (LINKED, sent(1.5, 1e6)),
-        (DECODE, {}),
-        totals=transfer_totals(0.3),
-    ),
+    "transfer": looks((LINKED, sent(1.5, 1e6)), (DECODE, {}), totals=transfer_totals(0.3)),
     "router": looks(totals={"router_cpu_seconds_total": 1.8, "generation_tokens_total": 9e3}, live=40),
     "kv_room": looks((FULL_POOL, steps(200, 0.6, kv_room_wait_seconds_total=1.8))),
     "queue": looks((FULL_BATCH, steps(400, 1.4))),

@@ -237,28 +237,35 @@ def test_a_complete_response_cannot_be_cancelled(client, hermes):
 
 MESSAGE = {"role": "user", "content": "x"}
 CALL = {"type": "function_call", "call_id": "1", "name": "now", "arguments": "{}"}
+OUTPUT = {"type": "function_call_output", "call_id": "1"}
+UNKNOWN = {"type": "object", "unevaluatedProperties": False}
+
+
+def said(**part: str) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": [part]}]}
+
+
+def chosen(kind: str, name: str) -> dict[str, Any]:
+    return {"tools": TOOLS, "tool_choice": {"type": kind, "name": name}}
+
+
+def formatted(kind: str, **schema: Any) -> dict[str, Any]:
+    return {"text": {"format": {"type": kind, "name": "x", **schema}}}
+
+
 BAD = {
     "no input": ({"input": None}, "input"),
     "empty input": ({"input": []}, "input"),
     "an item that is unknown": ({"input": [MESSAGE, {"type": "computer_call"}]}, "input[1].type"),
     "a role that is unknown": ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     "a message without content": ({"input": [{"role": "user"}]}, "input[0].content"),
-    "an image": (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content[0].type",
-    ),
-    "a part without text": (
-        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
-        "input[0].content[0].text",
-    ),
+    "an image": (said(type="input_image", image_url="x"), "input[0].content[0].type"),
+    "a part without text": (said(type="input_text"), "input[0].content[0].text"),
     "an output of no call": (
-        {"input": [MESSAGE, {"type": "function_call_output", "call_id": "7", "output": ""}]},
+        {"input": [MESSAGE, {**OUTPUT, "call_id": "7", "output": ""}]},
         "input[1].call_id",
     ),
-    "a call's output without one": (
-        {"input": [CALL, {"type": "function_call_output", "call_id": "1"}]},
-        "input[1].output",
-    ),
+    "a call's output without one": ({"input": [CALL, OUTPUT]}, "input[1].output"),
     "arguments that are too large": (
         {"input": [MESSAGE, {**CALL, "call_id": "0"}, {**CALL, "arguments": " " * (MAX_ARGUMENT_BYTES + 1)}]},
         "input[2].arguments",
@@ -267,28 +274,12 @@ BAD = {
     "a tool that is no function": ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools[2].type"),
     "a tool without a name": ({"tools": [{"type": "function"}]}, "tools[0].name"),
     "a tool twice": ({"tools": [*TOOLS, TOOLS[1]]}, "tools[2].name"),
-    "a strict tool's schema": (
-        {
-            "tools": [
-                {**TOOLS[0], "parameters": {"type": "object", "unevaluatedProperties": False}, "strict": True}
-            ]
-        },
-        "tools",
-    ),
-    "a choice of no tool": (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}},
-        "tool_choice",
-    ),
-    "a choice of another type": (
-        {"tools": TOOLS, "tool_choice": {"type": "custom", "name": "now"}},
-        "tool_choice.type",
-    ),
-    "a format that is unknown": ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
-    "a schema that is none": (
-        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}},
-        "text.format.schema",
-    ),
-    "no schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    "a strict tool's schema": ({"tools": [{**TOOLS[0], "parameters": UNKNOWN, "strict": True}]}, "tools"),
+    "a choice of no tool": (chosen("function", "x"), "tool_choice"),
+    "a choice of another type": (chosen("custom", "now"), "tool_choice.type"),
+    "a format that is unknown": (formatted("grammar"), "text.format.type"),
+    "a schema that is none": (formatted("json_schema", schema={"type": "x"}), "text.format.schema"),
+    "no schema": (formatted("json_schema"), "text.format.schema"),
     "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity"),
     "a summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     "include": ({"include": ["file_search_call.results"]}, "include[0]"),
@@ -298,12 +289,7 @@ BAD = {
     "another model": ({"model": "gpt"}, "model"),
     **{
         name: ({name: value}, name)
-        for name, value in {
-            "background": True,
-            "truncation": "auto",
-            "max_tool_calls": 1,
-            "n": 2,
-        }.items()
+        for name, value in {"background": True, "truncation": "auto", "max_tool_calls": 1, "n": 2}.items()
     },
 }
 

@@ -286,16 +286,8 @@ ANSWERS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "an echo with log-probabilities": (COMPLETION, {"prompt": MANY, "echo": True, "logprobs": 20}, ""),
     "the same in a stream": (COMPLETION, {"prompt": MANY, "echo": True, "logprobs": 20, "stream": True}, ""),
-    "log-probabilities of many choices": (
-        COMPLETION,
-        {"logprobs": 20, "max_tokens": 64, "n": 128},
-        "",
-    ),
-    "log-probabilities of a chat": (
-        CHAT,
-        {"logprobs": True, "top_logprobs": 20, "max_tokens": 3000},
-        "",
-    ),
+    "log-probabilities of many choices": (COMPLETION, {"logprobs": 20, "max_tokens": 64, "n": 128}, ""),
+    "log-probabilities of a chat": (CHAT, {"logprobs": True, "top_logprobs": 20, "max_tokens": 3000}, ""),
     "token ids of many choices": (COMPLETION, {"prompt": MANY * 20, "n": 128, "return_token_ids": True}, ""),
     "the same in a stream ": (
         COMPLETION,
@@ -334,10 +326,7 @@ def test_long_answers(
 
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [
-        ({"prompt_logprobs": 20}, "prompt_logprobs"),
-        ({"echo": True, "logprobs": 20}, "logprobs"),
-    ],
+    [({"prompt_logprobs": 20}, "prompt_logprobs"), ({"echo": True, "logprobs": 20}, "logprobs")],
 )
 def test_log_probabilities_of_prompts_have_a_limit(
     server: StallServer, fields: dict[str, Any], field: str

@@ -14,16 +14,22 @@ from transformers import PreTrainedModel
 
 from tests.speculation.eagle_files import (
     DRAFT_VOCAB,
+    FFN,
+    HEADS,
+    KV_HEADS,
     LAYERS,
     THETA,
     VOCAB,
     WIDTH,
     Published,
     attend,
+    layer_config,
+    normed,
     rotated,
+    weights_of,
 )
 
-HEADS, KV_HEADS, HEAD_DIM, FFN, BLOCK, MASK = 4, 2, 16, 48, 6, 7
+HEAD_DIM, BLOCK, MASK = 16, 6, 7
 WINDOW = 12
 
 
@@ -38,11 +44,7 @@ def dflash(
     """Write the original layout. `types` has f for each layer with full attention, s for one with a window.
     `ids` are the tokens that can be drafted, if not all can.
     """
-    random = torch.Generator().manual_seed(5)
-
-    def weight(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random) * 0.3
-
+    weight = weights_of(torch.Generator().manual_seed(5))
     tensors = {
         "fc.weight": weight(width, len(captured) * width),
         "hidden_norm.weight": 1 + weight(width),
@@ -64,24 +66,10 @@ def dflash(
         tensors |= {f"{layer}.self_attn.{name}_norm.weight": 1 + weight(size) for name, size in norms.items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}.{name}.weight"] = 1 + weight(width)
-    config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": width,
-        "intermediate_size": FFN,
-        "num_hidden_layers": len(types),
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": THETA,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 64,
-        "block_size": BLOCK,
-        "num_target_layers": LAYERS,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [each - 1 for each in captured]},
-    }
+    own = {"mask_token_id": MASK, "target_layer_ids": [each - 1 for each in captured]}
+    config = layer_config(width, architectures=["DFlashDraftModel"], model_type="qwen3", dflash_config=own)
+    config |= {"num_hidden_layers": len(types), "head_dim": HEAD_DIM, "rope_theta": THETA}
+    config |= {"block_size": BLOCK, "num_target_layers": LAYERS}
     if "s" in types:
         kinds = {"f": "full_attention", "s": "sliding_attention"}
         config |= {"layer_types": [kinds[each] for each in types], "sliding_window": WINDOW}
@@ -140,12 +128,12 @@ class PlainBlock:
                 if not self.whole:
                     seen = seen & (places <= rows)
             x = self._layer(f"layers.{number}", x, context, seen)
-        normed = _normed(x[1:], weights["norm.weight"])
+        scored = normed(x[1:], weights["norm.weight"])
         if "d2t" not in weights:
-            return self.target.get_output_embeddings()(normed)
+            return self.target.get_output_embeddings()(scored)
         logits = torch.full((count, VOCAB), -torch.inf)
         ids = torch.arange(DRAFT_VOCAB) + weights["d2t"]
-        return logits.index_copy(1, ids, linear(normed, weights["lm_head.weight"]))
+        return logits.index_copy(1, ids, linear(scored, weights["lm_head.weight"]))
 
     def draft(self, token_ids: list[int], count: int) -> list[int]:
         return self.logits(token_ids, count).argmax(-1).tolist()
@@ -156,28 +144,24 @@ class PlainBlock:
             output = self.target(torch.tensor([token_ids]), output_hidden_states=True)
             joined = torch.cat([output.hidden_states[layer][0] for layer in self.published.captured], dim=-1)
             mixed = linear(joined, self.published.tensors["fc.weight"])
-            self._features[known] = _normed(mixed, self.published.tensors["hidden_norm.weight"])
+            self._features[known] = normed(mixed, self.published.tensors["hidden_norm.weight"])
         return self._features[known]
 
     def _layer(self, prefix: str, x: Tensor, context: Tensor, seen: Tensor) -> Tensor:
         def weight(name: str) -> Tensor:
             return self.published.tensors[f"{prefix}.{name}.weight"]
 
-        normed = _normed(x, weight("input_layernorm"))
-        both = torch.cat([context, normed])
-        query = _normed(
-            linear(normed, weight("self_attn.q_proj")).view(-1, HEADS, HEAD_DIM), weight("self_attn.q_norm")
+        rows = normed(x, weight("input_layernorm"))
+        both = torch.cat([context, rows])
+        query = normed(
+            linear(rows, weight("self_attn.q_proj")).view(-1, HEADS, HEAD_DIM), weight("self_attn.q_norm")
         )
-        key = _normed(
+        key = normed(
             linear(both, weight("self_attn.k_proj")).view(-1, KV_HEADS, HEAD_DIM), weight("self_attn.k_norm")
         )
         value = linear(both, weight("self_attn.v_proj")).view(-1, KV_HEADS, HEAD_DIM)
         attended = attend(rotated(query, len(context)), rotated(key, 0), value, seen)
         x = x + linear(attended.flatten(1), weight("self_attn.o_proj"))
-        normed = _normed(x, weight("post_attention_layernorm"))
-        gated = silu(linear(normed, weight("mlp.gate_proj"))) * linear(normed, weight("mlp.up_proj"))
+        rows = normed(x, weight("post_attention_layernorm"))
+        gated = silu(linear(rows, weight("mlp.gate_proj"))) * linear(rows, weight("mlp.up_proj"))
         return x + linear(gated, weight("mlp.down_proj"))
-
-
-def _normed(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight

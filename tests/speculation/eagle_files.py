@@ -5,6 +5,7 @@ drafts with them in plain torch without a cache: each token recomputes all rows.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.worker.tiny_model import write_tiny_llama
 
 VOCAB, WIDTH, LAYERS, THETA = 160, 32, 8, 5_000.0
 HEADS, KV_HEADS, HEAD_DIM, FFN, DRAFT_VOCAB = 4, 2, 8, 48, 60
@@ -21,22 +24,10 @@ MAX_POSITIONS = 512
 
 
 def write_target(folder: Path) -> None:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.3,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    shape = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    turns = {"max_position_embeddings": MAX_POSITIONS, "head_dim": 8}
+    turns["rope_parameters"] = {"rope_type": "default", "rope_theta": THETA}
+    write_tiny_llama(folder, seed=3, **shape, **turns)
 
 
 @dataclass
@@ -60,10 +51,12 @@ class Published:
         return folder
 
 
-def _layer(prefix: str, width: int, joined: int, random: torch.Generator) -> dict[str, Tensor]:
-    def weight(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random) * 0.3
+def weights_of(random: torch.Generator) -> Callable[..., Tensor]:
+    """Return a function that draws a weight of some shape."""
+    return lambda *shape: torch.randn(shape, generator=random) * 0.3
 
+
+def _layer(prefix: str, width: int, joined: int, weight: Callable[..., Tensor]) -> dict[str, Tensor]:
     queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     return {
         f"{prefix}.self_attn.q_proj.weight": weight(queries, joined),
@@ -77,7 +70,7 @@ def _layer(prefix: str, width: int, joined: int, random: torch.Generator) -> dic
     }
 
 
-def _layer_config(width: int = WIDTH, **fields: Any) -> dict[str, Any]:
+def layer_config(width: int = WIDTH, **fields: Any) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "hidden_size": width,
@@ -100,12 +93,13 @@ def _embedding(target: Path) -> Tensor:
 
 def eagle1(target: Path, *, bias: bool = True, file: str = "pytorch_model.bin") -> Published:
     random = torch.Generator().manual_seed(1)
-    tensors = _layer("layers.0", WIDTH, WIDTH, random)
-    tensors["fc.weight"] = torch.randn(WIDTH, 2 * WIDTH, generator=random) * 0.3
+    weight = weights_of(random)
+    tensors = _layer("layers.0", WIDTH, WIDTH, weight)
+    tensors["fc.weight"] = weight(WIDTH, 2 * WIDTH)
     if bias:
         tensors["fc.bias"] = torch.randn(WIDTH, generator=random)
     tensors["embed_tokens.weight"] = _embedding(target)
-    config = _layer_config(architectures=["LlamaForCausalLM"], rope_theta=THETA) | (
+    config = layer_config(architectures=["LlamaForCausalLM"], rope_theta=THETA) | (
         {} if bias else {"bias": False}
     )
     return Published(config, tensors, (LAYERS,), is_eagle3=False, file=file)
@@ -128,11 +122,8 @@ def eagle3(
 ) -> Published:
     """Write the official layout. The head has its own embedding if its width differs from the target's."""
     random = torch.Generator().manual_seed(2)
-
-    def weight(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random) * 0.3
-
-    tensors = _layer(prefix, width, 2 * width, random)
+    weight = weights_of(random)
+    tensors = _layer(prefix, width, 2 * width, weight)
     for norm in ("hidden_norm", "input_layernorm"):
         tensors[f"{prefix}.{norm}.weight"] = 1 + weight(width)
     if head_norms:
@@ -146,7 +137,7 @@ def eagle3(
     tensors["norm.weight"] = 1 + weight(width)
     size = DRAFT_VOCAB if reduced else VOCAB
     tensors["lm_head.weight"] = weight(size, width)
-    config = _layer_config(width, architectures=["LlamaForCausalLM"], draft_vocab_size=size)
+    config = layer_config(width, architectures=["LlamaForCausalLM"], draft_vocab_size=size)
     if theta is not None:
         config["rope_theta"] = theta
     if width != WIDTH:
@@ -179,7 +170,7 @@ def specforge(**options: Any) -> Published:
 def speculators(**options: Any) -> Published:
     """Write speculators' layout: a nested layer config, and Transformers' layer numbers."""
     published = eagle3("layers.0", captured=(1, 4, 6), norm_before_residual=True, **options)
-    layer = {name: published.config[name] for name in (*_layer_config(), "rope_theta")}
+    layer = {name: published.config[name] for name in (*layer_config(), "rope_theta")}
     published.config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -276,7 +267,7 @@ class PlainHead:
         key = self._project("self_attn.k_proj", joined).view(-1, KV_HEADS, HEAD_DIM)
         if "self_attn.q_norm.weight" in self.weights:
             query, key = self._norm("self_attn.q_norm", query), self._norm("self_attn.k_norm", key)
-        query, key = self._rotate(query), self._rotate(key)
+        query, key = (rotated(each, 0, self.theta) for each in (query, key))
         value = self._project("self_attn.v_proj", joined).view(-1, KV_HEADS, HEAD_DIM)
         rows = torch.arange(len(tokens))
         seen = (rows[None] <= rows[:, None]) & (rows[None] >= first_row)
@@ -308,11 +299,11 @@ class PlainHead:
         return linear(x, self.weights[f"{name}.weight"])
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        scale = (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
-        return x * scale * self.weights[f"{name}.weight"]
+        return normed(x, self.weights[f"{name}.weight"])
 
-    def _rotate(self, x: Tensor) -> Tensor:
-        return rotated(x, 0, self.theta)
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:

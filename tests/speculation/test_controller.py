@@ -19,10 +19,7 @@ from speculation.control.controller import (
     PlannedStep,
     plain_and_best,
 )
-from speculation.control.estimator import (
-    Shape,
-    SpeculatingRequest,
-)
+from speculation.control.estimator import Shape, SpeculatingRequest
 from tests.speculation.simulated import PROFILES, Profile, Rate, SimulatedServer, flat_seconds, target_seconds
 
 SECONDS = {1: 2.0, 2: 3.0, 4: 6.0, 8: 4.0, 16: 4.0, 64: 6.0}

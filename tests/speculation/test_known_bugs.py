@@ -1,8 +1,8 @@
 """Faults of other servers: distributions, ends, constraints and log-probabilities of drafted tokens.
 
 Numbers follow our reference list. Numbers 5 and 19: `test_verification.py`, `test_drafters.py`. Number 10,
-stop strings within accepted tokens: tests/router/text/test_choice.py. Numbers 13 and 14 concern grammars,
-which other tests cover. Numbers 17 to 22, the KV of drafted tokens: `test_known_bugs_kv.py`.
+stop strings within accepted tokens: tests/router/text/test_detokenizer.py. Numbers 13 and 14 concern
+grammars, which other tests cover. Numbers 17 to 22, the KV of drafted tokens: `test_known_bugs_kv.py`.
 """
 
 from __future__ import annotations

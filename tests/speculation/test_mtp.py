@@ -99,10 +99,7 @@ def test_a_head_in_fp8_blocks(tmp_path: Path) -> None:
     ("changed", "complaint"),
     [
         ({"mtp.layers.0.mlp.up_proj.weight": None}, r"mtp\.layers\.0\.mlp\.up_proj\.weight: is missing"),
-        (
-            {"mtp.fc.weight": torch.zeros(64, 64)},
-            r"mtp\.fc\.weight: has shape \[64, 64\], not \[64, 128\]",
-        ),
+        ({"mtp.fc.weight": torch.zeros(64, 64)}, r"mtp\.fc\.weight: has shape \[64, 64\], not \[64, 128\]"),
         ({"mtp.norm.weight": None}, r"its checkpoint has no MTP head: none of mtp\.fc\.weight, "),
     ],
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from tests.worker.tiny_model import write_tiny_llama
 
 VOCAB_SIZE = 257
 END = 0
@@ -25,21 +26,9 @@ def write_tiny_tokenizer(folder: Path) -> None:
 def write_tiny_model(folder: Path) -> None:
     """Write a model with weak layers and strong embeddings, so that it soon repeats itself."""
     write_tiny_tokenizer(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        initializer_range=0.25,
-        bos_token_id=END,
-        eos_token_id=END,
-        dtype="float32",
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.25}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    write_tiny_llama(folder, seed=0, **shape, **heads)
 
 
 def write_text(folder: Path, lines: int = 400) -> None:

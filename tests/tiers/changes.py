@@ -1,10 +1,16 @@
-"""Finds the files that have changed since the branch left main."""
+"""Finds the files that have changed since the branch left main, and what the choice of tests depends on."""
 
 from __future__ import annotations
 
+import re
 import subprocess
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.tiers.canaries import CANARIES
+from tests.tiers.choice import Situation
+from tests.tiers.reach import Imports
 
 MAIN = ("origin/HEAD", "origin/main", "main")
 """Names of main. The first that exists counts."""
@@ -67,3 +73,30 @@ class _Git:
         if self.says("rev-parse", "--is-shallow-repository") == "true":
             return int(self.says("rev-parse", "HEAD"), 16)
         return int(self.says("rev-list", "--count", "HEAD"))
+
+
+KERNEL_TESTS = ("tests/docs/test_gpu_table.py", "tests/engine/devices/test_interpreted_kernels.py")
+"""Modules that interpret and compile Triton kernels for minutes. They run whole when a kernel changed."""
+_COMMON = ("deploy/install.sh", "tests/conftest.py", "tests/forked.py", "tests/schedule.py")
+_INTERPRETED = "tests/engine/interpreted/"
+_IMPORTS_TRITON = re.compile(r"^(?:import|from) triton\b", re.MULTILINE)
+
+
+def situation_of(root: Path, changes: Changes) -> Situation:
+    distances = Imports(root).distances(changes.files) if changes.files else {}
+    whole = KERNEL_TESTS if kernel_changed(root, changes.files) else ()
+    everything = not changes.files or any(_reaches_all(file) for file in changes.files)
+    return Situation(list(CANARIES.values()), distances, whole, changes.number, everything)
+
+
+def _reaches_all(file: str) -> bool:
+    """Tell whether a file may change any test's result, such as pyproject.toml."""
+    return file in _COMMON or ("/" not in file and not file.endswith(".md"))
+
+
+def kernel_changed(root: Path, files: Collection[str]) -> bool:
+    """Tell whether one of these files contains kernels, or tests of interpreted kernels."""
+    sources = [root / file for file in files if file.endswith(".py") and not file.startswith("tests/")]
+    return any(file.startswith(_INTERPRETED) for file in files) or any(
+        source.exists() and _IMPORTS_TRITON.search(source.read_text()) for source in sources
+    )

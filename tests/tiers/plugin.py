@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tiers import costs
-from tests.tiers.changes import Changes, find_changes
+from tests.tiers.changes import Changes, find_changes, situation_of
 from tests.tiers.choice import Situation, choose, missing
-from tests.tiers.closing import NO_REASON, closing_line, reasons_of
 from tests.tiers.recorder import PROPERTY, Recorder, shared_out
 from tests.tiers.seeds import set_seed
-from tests.tiers.situation import situation_of
 
 LISTED = 20
 """Print at most this number of modules with reached tests that are left out."""
@@ -173,3 +171,23 @@ def _names_tests(config: pytest.Config) -> bool:
     """Tell whether the command line names tests: these run whatever they cost."""
     is_default = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return not is_default or bool(config.option.keyword or config.option.markexpr)
+
+
+NO_REASON = {"", "None", "unconditional skip", "<Skipped instance>"}
+"""Pytest's texts for a skip without a reason."""
+
+
+def closing_line(
+    tier: str, counts: Sequence[str], skips: Counter[str], left_out: str, seed: int, wall_s: float
+) -> str:
+    """Return pytest's own closing line with more in it: `731 passed, 3 skipped (3 no GPU), ... in 31.2s`."""
+    reasons = "; ".join(f"{count} {reason}" for reason, count in skips.most_common())
+    parts = [f"{part} ({reasons})" if part.endswith(" skipped") and reasons else part for part in counts]
+    parts += [left_out] if left_out else []
+    return f"{', '.join(parts)}, {tier} tier, seed {seed} in {wall_s:.1f}s"
+
+
+def reasons_of(skips: Iterable[object]) -> Counter[str]:
+    """Count the reasons of skips in pytest's reports."""
+    said = (str(skip[2] if isinstance(skip, tuple) else skip) for skip in skips)
+    return Counter(text.removeprefix("Skipped").removeprefix(": ").strip() for text in said)

@@ -58,13 +58,7 @@ def recording(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Recor
 SETTINGS = {"data": "x", "steps": STEPS, "options": {}}
 
 
-def trainer_of(
-    recording: Recording,
-    head: Any,
-    target: Target,
-    checkpoint: Path,
-    **changes: Any,
-) -> Trainer:
+def trainer_of(recording: Recording, head: Any, target: Target, checkpoint: Path, **changes: Any) -> Trainer:
     windows = Windows(recording.num_tokens, LENGTH, BATCH, 0)
     learner = HeadLearner(head, target, recording, windows, learning_rate=0.01)
     schedule = Schedule(STEPS, warm_up=1, decay=STEPS)

@@ -34,7 +34,7 @@ from protocol.worker_to_router import (
     StepOutput,
     WorkerState,
 )
-from tests.kvtransfer.signals import send_signal
+from tests.processes import send_signal
 from tests.worker.child import run_child
 
 WAIT_S = 60.0

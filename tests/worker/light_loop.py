@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 from unittest import mock
 
 import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 import worker.loop
 from engine.engine import Engine
@@ -331,3 +333,13 @@ class LightLoop:
 
 def ask(request_id: str, prompt: Sequence[int], max_tokens: int = 4) -> EngineRequest:
     return request(request_id, list(prompt), max_tokens=max_tokens)
+
+
+def walk(machine: type[RuleBasedStateMachine]) -> None:
+    """Run the machine's rules in many orders."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )

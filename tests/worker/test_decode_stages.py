@@ -34,9 +34,8 @@ from protocol.worker_to_worker import (
     ReserveRefused,
     Stale,
 )
-from tests.worker.light_loop import OURS, STALE, LightLoop, ask, small_engine
+from tests.worker.light_loop import OURS, STALE, LightLoop, ask, small_engine, walk
 from tests.worker.peer_ends import manifest
-from tests.worker.stages import walk
 from tests.worker.tiny_model import VOCAB_SIZE
 from worker.requests import IllegalTransitionError
 

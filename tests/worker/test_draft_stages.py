@@ -25,8 +25,7 @@ from protocol.sampling import SamplingParams
 from protocol.worker_to_worker import DRAFT_LEASE_S, DraftFor, DraftKey, DraftOpening
 from tests.speculation.small_engine import ask, prompt_of, write_pair
 from tests.worker.draft_network import DRAFTER, DecodeSide, DraftSide, plain_tokens, remote_plan
-from tests.worker.light_loop import address
-from tests.worker.stages import walk
+from tests.worker.light_loop import address, walk
 
 PIECE = 24
 """Tokens in one `DraftUpdate`, so that longer prompts take several."""

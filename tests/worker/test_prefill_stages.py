@@ -34,8 +34,7 @@ from protocol.worker_to_worker import (
     ReserveRefused,
     Stale,
 )
-from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine
-from tests.worker.stages import walk
+from tests.worker.light_loop import OURS, STALE, LightLoop, address, ask, small_engine, walk
 
 NUM_BLOCKS = 12
 PROMPTS = {"short": range(1, 21), "long": range(1, 101), "other": range(50, 100), "ends": range(60, 75)}

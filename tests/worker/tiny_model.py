@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -15,21 +16,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed * 1000 + length).choices(range(1, VOCAB_SIZE), k=length)
 
 
-def write_tiny_llama(folder: Path) -> None:
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+def write_tiny_llama(folder: Path, seed: int = 7, **changes: Any) -> None:
+    torch.manual_seed(seed)
+    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    rest = {"max_position_embeddings": 1024, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0}
+    config = LlamaConfig(**{**shape, **heads, **rest, **changes})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 

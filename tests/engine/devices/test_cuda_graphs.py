@@ -100,9 +100,7 @@ def test_the_largest_is_captured_first_then_the_smallest(
     assert f"{(8 * GIB - device.free) / GIB:.2f} GiB (at most 4.00 GiB)" in line
 
 
-def test_each_number_of_rows_per_sequence_has_a_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_number_of_rows_per_sequence_has_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """If time runs out, the largest of each kind are captured, and of the others the smallest."""
     device: Any = Device(0, seconds=10.0)
     monkeypatch.setattr(runner.time, "monotonic", lambda: device.now)

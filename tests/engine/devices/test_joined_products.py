@@ -1,4 +1,4 @@
-"""Products of one input are joined on CUDA devices where their weights allow it."""
+"""Weights on CUDA devices: products of one input are joined, and experts stay as they are stored."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from engine.devices.cuda.joined_products import packed_of, stacked
 from engine.devices.cuda.products import TiledLinear
 from engine.devices.torch.operations import side_by_side
 from engine.model.program import Layer, MixerKind, Product, Recurrent
+from tests.engine.devices.expert_memory import EXPERT_MODELS, dense_bytes, weight_bytes
 
 
 def mixer_of(gates: nn.Module) -> Recurrent:
@@ -54,3 +55,16 @@ def test_stacked_weights_are_of_equal_layers_without_biases() -> None:
     assert stacked((layers[0], nn.Linear(4, 5, bias=False))) is None
     assert stacked((layers[0], nn.Linear(4, 6))) is None
     assert stacked((layers[0], TiledLinear.plain(torch.randn(6, 4), None))) is None
+
+
+MOST = {"gpt-oss-120b in MXFP4": 66e9, "Qwen3-30B-A3B in bf16": 61.2e9, "Qwen3-30B-A3B in int4": 18e9}
+"""gpt-oss-120b fits one GPU of 80 GB."""
+
+
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_weights_take_no_more_memory_than_their_codes_and_scales(name: str) -> None:
+    found, dense = weight_bytes(name), dense_bytes(name)
+    assert sum(found.values()) < MOST[name]
+    assert sum(found.values()) <= dense
+    if "MXFP4" in name:
+        assert 16 * found["experts"] / (dense - found["other"]) == pytest.approx(4.25, abs=0.02), "bits"

@@ -133,10 +133,7 @@ def cases(draw: Any) -> Case:
         draw(st.booleans()),
     )
     return Case(
-        shape,
-        options,
-        tuple(draw(st.lists(sequences(), min_size=1, max_size=2))),
-        draw(st.integers(0, 2)),
+        shape, options, tuple(draw(st.lists(sequences(), min_size=1, max_size=2))), draw(st.integers(0, 2))
     )
 
 

@@ -8,13 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from engine.batch.runner import Step
 from engine.batch.step_inputs import BlockTable, SequenceRows, StepShape, step_inputs

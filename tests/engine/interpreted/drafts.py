@@ -32,16 +32,7 @@ from speculation.chains import ChainDrafting, DraftRows
 from speculation.eagle import Head, HeadShape, head_program
 from speculation.self_speculative import with_layers
 from speculation.tree_drafting import TreeDrafting
-from tests.engine.interpreted.graphs import (
-    BLOCK,
-    CPU,
-    KINDS,
-    NUM_BLOCKS,
-    chain,
-    made_model,
-    made_pool,
-    sides,
-)
+from tests.engine.interpreted.graphs import BLOCK, CPU, KINDS, NUM_BLOCKS, chain, made_model, made_pool, sides
 from tests.engine.interpreted.recorder import RecordedGraphs
 
 COUNTS = [3, 2]

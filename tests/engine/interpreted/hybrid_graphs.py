@@ -74,11 +74,7 @@ class Side:
     """A runner with its own blocks and state slots. `graphs`: None, or `RecordedGraphs`."""
 
     def __init__(
-        self,
-        model_type: str,
-        buckets: Buckets,
-        graphs: Any = None,
-        loaded: LoadedModel | None = None,
+        self, model_type: str, buckets: Buckets, graphs: Any = None, loaded: LoadedModel | None = None
     ) -> None:
         loaded = loaded or made(model_type)
         assert loaded.recurrent is not None

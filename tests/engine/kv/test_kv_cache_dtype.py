@@ -44,10 +44,7 @@ def ask(index: int, given: Sequence[int] = ()) -> EngineRequest:
         max_tokens=NUM_TOKENS, temperature=0.5, seed=index, ignore_eos=True, allowed_token_ids=ALLOWED
     )
     return EngineRequest(
-        request_id=f"r{index}",
-        prompt_token_ids=PROMPTS[index],
-        sampling=params,
-        output_token_ids=list(given),
+        request_id=f"r{index}", prompt_token_ids=PROMPTS[index], sampling=params, output_token_ids=list(given)
     )
 
 

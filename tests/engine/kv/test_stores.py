@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 
 from engine.kv.block_manager import BlockManager
-from engine.kv.prefix_cache import (
-    admit,
-    find_prefix,
-    find_room,
-    hold_blocks,
-    missing_blocks,
-    reserve_blocks,
-)
+from engine.kv.prefix_cache import admit, find_prefix, find_room, hold_blocks, missing_blocks, reserve_blocks
 from engine.kv.sequence_blocks import SequenceBlocks
 from engine.kv.tiers.host import HostTier
 from protocol.handoff import Extent

@@ -14,13 +14,7 @@ from engine.kv.tiers import host as host_module
 from engine.kv.tiers.disk import DiskTier
 from engine.kv.tiers.host import DiskFetch, Evicted, HostTier
 from tests.engine.listener import Listener, held_below
-from tests.engine.tiers_parts import (
-    PlainMemory,
-    StuckFile,
-    content_of,
-    identity_of,
-    open_file,
-)
+from tests.engine.tiers_parts import PlainMemory, StuckFile, content_of, identity_of, open_file
 from tests.tiers.seeds import seeds
 from tests.waiting import wait_until
 

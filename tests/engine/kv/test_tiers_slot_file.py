@@ -26,12 +26,9 @@ BLOCK_BYTES = 1000
 
 def start_child(folder: Path, block_bytes: int, capacity: int, first: int) -> subprocess.Popen[str]:
     """Start a process that writes blocks, numbered from `first`, until it is killed."""
-    command = [sys.executable, "-m", "tests.engine.tiers_child", str(folder)]
+    command = [sys.executable, "-m", "tests.engine.tiers_parts", str(folder)]
     return subprocess.Popen(
-        [*command, *map(str, (block_bytes, capacity, first, 0))],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
+        [*command, *map(str, (block_bytes, capacity, first, 0))], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -239,7 +236,7 @@ def on_small_disk(folder: Path, commands: str) -> subprocess.CompletedProcess[st
 def test_a_full_disk_is_counted_and_survived(tmp_path: Path) -> None:
     if on_small_disk(tmp_path, "true").returncode != 0:
         pytest.skip("this host gives no mount namespace of one's own")
-    child = f"{sys.executable} -m tests.engine.tiers_child {tmp_path} 65536 16 0 40"
+    child = f"{sys.executable} -m tests.engine.tiers_parts {tmp_path} 65536 16 0 40"
     # Another file takes 600 KiB of 1 MiB, so the tier has room for 6 of its 16 blocks.
     result = on_small_disk(tmp_path, f"head -c 600k /dev/zero > {tmp_path}/other && {child} && {child}")
     assert result.returncode == 0, result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -18,8 +19,7 @@ from engine.linear.experts import RoutedQuantizedLinear
 from engine.linear.quantized import round_to_nearest
 from engine.quantization.formats import Scheme, pack, pack_pairs
 from engine.quantization.layout import Layout
-from engine.quantization.weight import CodeFormat, QuantizedWeight
-from tests.engine.quantization.stored_reference import load_reference
+from engine.quantization.weight import CodeFormat, QuantizedWeight, StoredLayer
 
 GROUP = 32
 VOCAB_SIZE = 300
@@ -182,3 +182,21 @@ def check_experts(model: nn.Module, exact: nn.Module) -> None:
         assert isinstance(own.first, RoutedQuantizedLinear) and isinstance(own.second, RoutedQuantizedLinear)
         expected = like.mlp.experts(x.float(), chosen, weights.float())
         assert (own(x, chosen, weights) - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+FOLDER = Path(__file__).parent / "reference"
+NAMES = sorted(path.stem for path in FOLDER.iterdir())
+"""One random layer in each layout, packed and dequantized by the library that defines it: AutoAWQ 0.2.9,
+GPTQModel 7.7.0, compressed-tensors 0.20.0, Transformers' fine-grained FP8.
+"""
+
+
+def load_reference(name: str) -> tuple[dict[str, Any], StoredLayer, Tensor]:
+    """Return the `quantization_config`, the layer, and its library's dequantized values."""
+    with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    dequantized = tensors.pop("dequantized")
+    stored = {key.removeprefix("layer."): tensor for key, tensor in tensors.items()}
+    outputs, inputs = dequantized.shape
+    return config, StoredLayer("layer", outputs, inputs, stored), dequantized

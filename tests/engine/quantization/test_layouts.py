@@ -11,8 +11,14 @@ import torch
 from engine.quantization.layout import parse_layout
 from engine.quantization.weight import CodeFormat, StoredLayer
 from protocol.errors import UnsupportedModelError
-from tests.engine.quantization.quantized_model import LAYOUTS, method_of, rounded, stored
-from tests.engine.quantization.stored_reference import NAMES, load_reference
+from tests.engine.quantization.quantized_model import (
+    LAYOUTS,
+    NAMES,
+    load_reference,
+    method_of,
+    rounded,
+    stored,
+)
 
 FORMATS = {"fp8": CodeFormat.FP8, "mxfp4": CodeFormat.MXFP4}
 

@@ -18,7 +18,7 @@ from router.dispatch.draft_planner import DraftPlanner
 from router.observe.metrics import Metrics
 from router.placement import drafts
 from router.placement.interface import WorkerSnapshot
-from tests.router.drafted import CPU_LIKE, GPU_LIKE, drafter, speculation
+from tests.router.placed import CPU_LIKE, GPU_LIKE, drafter, speculation
 from tests.router.router_clients import emitted, eventually, is_idle, lose, make_pair, post
 
 DRAFTS = SpeculativeConfig(method="draft_model", model="m")

@@ -38,41 +38,43 @@ def same(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
     assert [text for text in wrong if takes(start, text)] == []
 
 
-INT64 = {"type": "integer", "minimum": -FAR, "maximum": FAR - 1}
+def integer(**keywords: Any) -> dict[str, Any]:
+    return {"type": "integer", **keywords}
+
+
+def text(**keywords: Any) -> dict[str, Any]:
+    return {"type": "string", **keywords}
+
+
+def some(**keywords: Any) -> dict[str, Any]:
+    """Return a schema of objects with these keywords."""
+    return {"type": "object", **keywords}
+
+
+INT64 = integer(minimum=-FAR, maximum=FAR - 1)
+ONE = {"const": 1}
 NEAR = ["0", "-1", str(2**53 + 1), str(2**62), str(-(2**62))]
 NUMBERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "64 bits": (INT64, NEAR, [str(FAR), str(-FAR - 1), "1.5"]),
-    "64 bits, one bound": ({"type": "integer", "minimum": -FAR}, [*NEAR, str(FAR)], [str(-FAR - 1)]),
-    "unsigned": (
-        {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
-        ["0", str(2**62)],
-        [str(2**64), "-1"],
-    ),
+    "64 bits, one bound": (integer(minimum=-FAR), [*NEAR, str(FAR)], [str(-FAR - 1)]),
+    "unsigned": (integer(minimum=0, maximum=2**64 - 1), ["0", str(2**62)], [str(2**64), "-1"]),
     "a double's integers": (
-        {"type": "integer", "minimum": 1 - 2**53, "maximum": 2**53 - 1},
+        integer(minimum=1 - 2**53, maximum=2**53 - 1),
         [str(2**53 - 1), str(1 - 2**53)],
         [str(2**53), str(-(2**53))],
     ),
     "wide": ({"type": "number", "maximum": 1e30}, [*NEAR, "0.5"], [f"1{'0' * 31}"]),
     "wide, no type": ({"minimum": -1e30, "maximum": 1e30}, [*NEAR, "0.5"], [f"-1{'0' * 31}"]),
-    "exclusive": (
-        {"type": "integer", "exclusiveMinimum": 2**53},
-        [str(2**54)],
-        [str(2**53), str(2**53 - 1)],
-    ),
+    "exclusive": (integer(exclusiveMinimum=2**53), [str(2**54)], [str(2**53), str(2**53 - 1)]),
     "exclusive, as draft 4 has it": (
-        {"type": "integer", "maximum": -(2**53), "exclusiveMaximum": True},
+        integer(maximum=-(2**53), exclusiveMaximum=True),
         [str(-(2**54))],
         [str(-(2**53)), "0"],
     ),
-    "between doubles": ({"type": "integer", "minimum": 2**60 + 1}, [str(2**61)], [str(2**60)]),
-    "19 digits": ({"type": "integer", "minimum": 10**18}, [str(2 * 10**18)], [str(10**18 - 1), "0"]),
+    "between doubles": (integer(minimum=2**60 + 1), [str(2**61)], [str(2**60)]),
+    "19 digits": (integer(minimum=10**18), [str(2 * 10**18)], [str(10**18 - 1), "0"]),
     "a small bound": ({"type": "number", "minimum": 5e-324}, ["0.1", "1"], ["0", "-1"]),
-    "multiples": (
-        {"allOf": [{"type": "integer", "multipleOf": 6}, {"multipleOf": 4}]},
-        ["12", "0", "-24"],
-        ["6", "4"],
-    ),
+    "multiples": ({"allOf": [integer(multipleOf=6), {"multipleOf": 4}]}, ["12", "0", "-24"], ["6", "4"]),
     "a decimal multiple": ({"type": "number", "multipleOf": 0.01}, ["0.01", "-3.2", "7"], ["0.001"]),
     "the largest": ({"const": FAR - 1}, [str(FAR - 1)], [str(FAR), str(FAR - 2)]),
     "an exact double": ({"enum": [2**53 + 2, [-(2**62)]]}, [str(2**53 + 2)], [str(2**53), str(2**53 + 1)]),
@@ -104,28 +106,28 @@ NO_DATES = ["2021-02-29", "1900-02-29", "2100-02-29", "2021-02-30", "2021-04-31"
 TIMES = ["00:00:00Z", "23:59:59.25+05:30", "12:30:00z"]
 NO_TIMES = ["12:00:60Z", "24:00:00Z", "12:00:00", "12:60:00Z"]
 FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
-    "date": ({"format": "date", "type": "string"}, in_words(*DATES), in_words(*NO_DATES, "x", "2021-1-1")),
-    "time": ({"format": "time", "type": "string"}, in_words(*TIMES), in_words(*NO_TIMES)),
+    "date": (text(format="date"), in_words(*DATES), in_words(*NO_DATES, "x", "2021-1-1")),
+    "time": (text(format="time"), in_words(*TIMES), in_words(*NO_TIMES)),
     "date-time": (
         {"format": "date-time", "type": ["string", "null"]},
         in_words(None, *(f"{day}T{TIMES[0]}" for day in DATES), *(f"{DATES[0]}t{time}" for time in TIMES)),
         in_words(*(f"{day}T{TIMES[0]}" for day in NO_DATES), *(f"{DATES[0]}T{time}" for time in NO_TIMES)),
     ),
     "beside a pattern": (
-        {"type": "string", "format": "date", "pattern": "-29$", "minLength": 10},
+        text(format="date", pattern="-29$", minLength=10),
         in_words("2020-02-29", "2021-01-29"),
         in_words("2021-02-29", "2020-02-28"),
     ),
-    "of a number": ({"type": "integer", "format": "int64"}, ["5"], ['"5"']),
+    "of a number": (integer(format="int64"), ["5"], ['"5"']),
     "a property's name": (
-        {"type": "object", "properties": {"format": {"const": "date"}}, "additionalProperties": False},
+        some(properties={"format": {"const": "date"}}, additionalProperties=False),
         ['{"format": "date"}'],
         ['{"format": "2020-02-29"}'],
     ),
 }
 
 
-A = {"type": "object", "properties": {"a": {"const": 1}, "ᄑ": {"const": 1}}, "required": ["a"]}
+A = some(properties={"a": ONE, "ᄑ": ONE}, required=["a"])
 NAMES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "further ones": (
         {**A, "additionalProperties": {"const": 2}},
@@ -134,12 +136,12 @@ NAMES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     ),
     "any": (A, ['{"a": 1, "b": []}'], ['{"a": 1, "\\u0061": []}']),
     "of a pattern": (
-        {"type": "object", "patternProperties": {"^b": {"const": 3}}, "additionalProperties": {"const": 2}},
+        some(patternProperties={"^b": {"const": 3}}, additionalProperties={"const": 2}),
         ['{"b": 3}', '{"a": 2}'],
         ['{"b": 2}', '{"\\u0062": 2}'],
     ),
     "a control character": (
-        {"type": "object", "required": ["\x1b"], "additionalProperties": {"const": 2}},
+        some(required=["\x1b"], additionalProperties={"const": 2}),
         ['{"\\u001b": 2}'],
         ['{"\\u001b": 2, "\\u001B": 2}'],
     ),
@@ -154,13 +156,12 @@ NAMES: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ['{"a": 1, "\\u0061": 2}'],
     ),
     "at least one": (
-        {"type": "object", "patternProperties": {"^[xy]$": {"const": 1}}, "additionalProperties": False}
-        | {"minProperties": 1},
+        some(patternProperties={"^[xy]$": ONE}, additionalProperties=False, minProperties=1),
         ['{"x": 1}'],
         ["{}"],
     ),
     "one more than is required": (
-        {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 2},
+        some(properties={"a": ONE}, required=["a"], minProperties=2),
         ['{"a": 1, "b": 2}'],
         ['{"a": 1}', '{"a": 1, "a": 1}', '{"a": 1, "\\u0061": 1}'],
     ),
@@ -198,17 +199,13 @@ PATTERNS = {
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_classes_of_a_pattern(pattern: str) -> None:
     right, wrong = (in_words(*texts) for texts in PATTERNS[pattern])
-    same({"type": "string", "pattern": f"^{pattern}$"}, right, wrong)
-    names = {
-        "type": "object",
-        "patternProperties": {f"^{pattern}$": {"const": 1}},
-        "additionalProperties": False,
-    }
+    same(text(pattern=f"^{pattern}$"), right, wrong)
+    names = some(patternProperties={f"^{pattern}$": ONE}, additionalProperties=False)
     same(names, [f"{{{text}: 1}}" for text in right], [f"{{{text}: 1}}" for text in wrong])
 
 
 def within(name: str, **schema: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {name: schema}}
+    return some(properties={name: schema})
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -224,19 +221,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "components.schemas.a.const",
     ),
     "items": ({"type": "array", "items": [{"minimum": FAR}]}, "items.0.minimum"),
-    "minimum": ({"type": "integer", "minimum": FAR}, "minimum"),
+    "minimum": (integer(minimum=FAR), "minimum"),
     "exclusiveMaximum": ({"type": "number", "exclusiveMaximum": -1e30}, "exclusiveMaximum"),
     **{f"multiple {n}": ({"multipleOf": n}, "multipleOf") for n in (0, 0.07, 500_000_000, 2**32, 1e300)},
     "pattern": (within("a", pattern="^a\\"), "properties.a.pattern"),
     "two multiples": ({"allOf": [{"multipleOf": 65536}, {"multipleOf": 65537}]}, "allOf.0.multipleOf"),
-    "minProperties": ({"type": "object", "minProperties": 2}, "minProperties"),
+    "minProperties": (some(minProperties=2), "minProperties"),
     "minProperties of patterns": (
-        {
-            "type": "object",
-            "patternProperties": {"^[xy]$": {}},
-            "additionalProperties": False,
-            "minProperties": 2,
-        },
+        some(patternProperties={"^[xy]$": {}}, additionalProperties=False, minProperties=2),
         "minProperties",
     ),
     "a control character": (within("a", const="\x1b"), "properties.a.const"),

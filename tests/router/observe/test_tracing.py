@@ -118,14 +118,7 @@ def test_a_request_is_a_span_with_its_stages_as_children(collector, traced):
     assert (placed["tandem.prefill_worker"], placed["tandem.decode_worker"]) == ("prefill-0", "decode-0")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        None,
-        f"00-{TRACE_ID}-{SPAN_ID}",
-        "x" * 4000,
-    ],
-)
+@pytest.mark.parametrize("given", [None, f"00-{TRACE_ID}-{SPAN_ID}", "x" * 4000])
 def test_a_malformed_traceparent_is_ignored(collector, traced, given):
     traced.add_worker()
     headers = {} if given is None else {"traceparent": given}

@@ -61,10 +61,7 @@ def parsed(
 
 
 def both(arguments: str = "arguments") -> tuple[str, str]:
-    return (
-        f'{{"name": "get_weather", "{arguments}": {PARIS}}}',
-        f'{{"name": "add", "{arguments}": {ADD}}}',
-    )
+    return (f'{{"name": "get_weather", "{arguments}": {PARIS}}}', f'{{"name": "add", "{arguments}": {ADD}}}')
 
 
 def in_tags(tags: tagged.Tags, arguments: str) -> str:

@@ -32,7 +32,7 @@ from router.placement.drafts import (
     Prospects,
     decide,
 )
-from tests.router.drafted import CPU_LIKE, GPU_LIKE, decided, drafter, pays, place, speculation, target
+from tests.router.placed import CPU_LIKE, GPU_LIKE, decided, drafter, pays, place, speculation, target
 
 HERE = DraftPlace("draft_model")
 

@@ -134,8 +134,7 @@ def test_cost_takes_a_dearer_worker_if_the_cheapest_is_too_late():
 
 
 @pytest.mark.parametrize(
-    "decoding",
-    [{"row_s": 1e-3}, {"row_s": 0.0, "context_s": 1e-6}, {"row_s": 2e-3, "tokens_per_row": 2.0}],
+    "decoding", [{"row_s": 1e-3}, {"row_s": 0.0, "context_s": 1e-6}, {"row_s": 2e-3, "tokens_per_row": 2.0}]
 )
 def test_requests_waiting_for_prefill_do_not_count_as_decoding(decoding):
     """The first of 40 requests will have ended when this one begins to decode."""
@@ -220,12 +219,7 @@ SLOW = StepCosts(step_s=0.0, row_s=0.01, context_s=0.0, token_s=0.01, attention_
 
 @pytest.mark.parametrize(
     ("asked_s", "tokens_ahead", "retry_s", "helps"),
-    [
-        (6.0, 1000, 5.0, True),
-        (10.0, 1000, 1.0, True),
-        (0.5, 1000, 10.0, False),
-        (6.0, 10**7, 3600.0, True),
-    ],
+    [(6.0, 1000, 5.0, True), (10.0, 1000, 1.0, True), (0.5, 1000, 10.0, False), (6.0, 10**7, 3600.0, True)],
 )
 def test_retry_after_tells_when_the_queue_will_be_short_enough(asked_s, tokens_ahead, retry_s, helps):
     """One second alone, ten behind the queued prompt."""
