@@ -53,7 +53,7 @@ def need(file: GgufFile, name: str) -> Any:
 
 
 def rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    if "rope_freqs.weight" in file.tensors:
+    if "rope_freqs.weight" in file.tensors and file.architecture != "gemma4":
         return {"rope_scaling": _llama3_scaling(file, config)}
     kind = file.get("rope.scaling.type", "none")
     if kind in ("none", "longrope"):
@@ -91,7 +91,9 @@ def _llama3_factors(frequencies: np.ndarray, scaling: dict[str, Any]) -> np.ndar
 
 
 def _floats(file: GgufFile, name: str) -> Sequence[float]:
-    tensor = file.tensors[name]
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        file.fail(f"tensor {name}: is missing")
     if tensor.type is not GGMLQuantizationType.F32:
         file.fail(f"tensor {name}: has type {tensor.type.name}, not F32")
     values: list[float] = tensor.data.view(np.float32).reshape(-1).tolist()
@@ -161,6 +163,49 @@ def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}}
 
 
+def _gemma4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return Gemma 4's own fields; full and sliding layers have heads of their own."""
+    is_sliding = file.need("gemma4.attention.sliding_window_pattern", list)
+    heads, widths = file.get("attention.head_count_kv"), file.get("feed_forward_length")
+    widths = widths if isinstance(widths, list) else [need(file, "feed_forward_length")]
+    full = is_sliding.index(False)
+    freqs = _floats(file, "rope_freqs.weight")  # those that do not turn are divided by infinity
+    rotated = sum(each == 1 for each in freqs) / len(freqs)
+    found = {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in is_sliding],
+        "head_dim": need(file, "attention.key_length_swa"),
+        "global_head_dim": config["head_dim"],
+        "num_kv_shared_layers": file.get("attention.shared_kv_layers", 0),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "hidden_size_per_layer_input": file.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": max(widths) > min(widths),
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+        "rope_theta": None,
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.get("rope.freq_base_swa", 10_000.0),
+            },
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": config["rope_theta"],
+                "partial_rotary_factor": rotated,
+            },
+        },
+    }
+    if isinstance(heads, list):
+        found |= {
+            "num_key_value_heads": heads[is_sliding.index(True)],
+            "num_global_key_value_heads": heads[full],
+        }
+    if file.get("expert_count"):
+        names = _EXPERT_FIELDS | {"expert_used_count": "top_k_experts"}
+        found |= {"enable_moe_block": True} | {ours: need(file, name) for name, ours in names.items()}
+    return found
+
+
 def _qwen35(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of Qwen3.5's recurrent layers. The blocks of an MTP head are no layers."""
     heads = need(file, "ssm.time_step_rank")
@@ -202,6 +247,9 @@ FAMILIES = {
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERT_FIELDS, _experts),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _WINDOW, _gemma2),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _WINDOW, _gemma3),
+    "gemma4": Architecture(
+        "gemma4_text", "Gemma4ForCausalLM", _WINDOW | {"feed_forward_length": ""}, _gemma4
+    ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", more=_phi3),
     "qwen35": Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", more=_qwen35),
     "qwen35moe": Architecture(

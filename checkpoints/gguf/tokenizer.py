@@ -77,11 +77,11 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     tokens = file.need("tokenizer.ggml.tokens", list)
     if model == "gpt2":
         tokenizer = _byte_level(file, tokens)
-    elif model == "llama":
+    elif model in ("llama", "gemma4"):
         tokenizer = _sentence_piece(file, tokens)
     else:
         file.fail(
-            f"tokenizer.ggml.model: is {model!r}, not gpt2 or llama: give the tokenizer with --tokenizer"
+            f"tokenizer.ggml.model: is {model!r}, not gpt2, llama or gemma4: name another by --tokenizer"
         )
     kinds = _kinds(file, tokens)
     known = tokenizer.get_vocab(with_added_tokens=False)
@@ -183,9 +183,12 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
         file.fail(f"tokenizer.ggml.scores: has {len(scores)} entries for {len(tokens)} tokens")
     vocab = {token: place for place, token in enumerate(tokens)}
     unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+    stored = file.metadata.get("tokenizer.ggml.merges") if file.architecture == "gemma4" else None
     model = models.BPE(
         vocab,
-        [*_merges(vocab, tokens, scores)],
+        [*_merges(vocab, tokens, scores)]
+        if stored is None
+        else [tuple(each.split(" ", 1)) for each in stored],
         unk_token=tokens[unknown] if isinstance(unknown, int) and _is_place(unknown, tokens) else None,
         fuse_unk=True,
         byte_fallback=True,
@@ -216,7 +219,12 @@ def _merges(
 
 
 def _adds(file: GgufFile, end: str) -> bool:
-    """Return whether the tokenizer adds the end token, `bos` or `eos`, to a text."""
+    """Return whether the tokenizer adds the end token, `bos` or `eos`, to a text.
+
+    Gemma 4's own adds none, since its template has it; its files say otherwise.
+    """
+    if file.metadata["tokenizer.ggml.model"] == "gemma4":
+        return False
     is_usual = end == "bos" and (
         file.metadata["tokenizer.ggml.model"] == "llama"
         or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")

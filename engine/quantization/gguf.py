@@ -28,6 +28,8 @@ _BLOCK_NUMBER = re.compile(r"\.(\d+)\.")
 _FLOATS = ("F32", "F16", "BF16")
 _UNUSED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors whose content is in `config.json`."""
+_SHIFTED = ("gemma2", "gemma3", "qwen35", "qwen35moe")
+"""Architectures whose norms are stored with 1 added to their weights."""
 _BY_VALUE_HEAD = ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta", "attn_gate", "attn_qkv", "ssm_conv1d")
 """Layers of Qwen3.5 with an output, or several, for each value head."""
 _EXPERT_LAYERS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
@@ -105,11 +107,17 @@ class _Reader:
 
     def _stored_name(self, parameter: str) -> str:
         layer, _, suffix = parameter.rpartition(".")
-        if suffix in ("sinks", "A_log"):
-            name = str(self._names.get_name(parameter))
-            return f"{name}.weight" if suffix == "sinks" else name
-        if suffix == "dt_bias":
+        block, _, part = layer.rpartition(".")
+        if suffix == "A_log":
+            return str(self._names.get_name(parameter))
+        if suffix in ("sinks", "layer_scalar"):
+            layer, suffix = parameter, "weight"
+        elif suffix == "dt_bias":
             layer, suffix = f"{layer}.dt_proj", "bias"
+        elif part == "router" and suffix == "scale":
+            layer = f"{layer}.proj"
+        elif suffix == "per_expert_scale":
+            layer, suffix = f"{block}.experts.down_proj", "scale"
         return f"{self._names.get_name(layer)}.{suffix}"
 
     def read_tied_head(self) -> None:
@@ -124,12 +132,12 @@ class _Reader:
         """Read the layers of fused experts. The file has one tensor for each layer of all experts."""
         block, experts = _BLOCK_NUMBER.search(path), self._empty.get_submodule(path)
         names = [f"blk.{block[1]}.{kind}" for kind in _EXPERT_LAYERS.values()] if block else []
-        tensors = [
-            self._file.tensors[f"{name}.weight"] for name in names if f"{name}.weight" in self._file.tensors
-        ]
+        found = [self._take(f"{name}.weight") for name in names]
+        if block and (fused := self._take(f"blk.{block[1]}.ffn_gate_up_exps.weight")) is not None:
+            found[:2] = _halves(fused)
+        tensors = [tensor for tensor in found if tensor is not None]
         if len(tensors) < len(_EXPERT_LAYERS):
             return
-        self._used.update(tensor.name for tensor in tensors)
         if experts.has_bias:
             self._set_fused(path, "_bias", [self._bias(f"{name}.bias") for name in names])
         if not all(tensor.type in STORED for tensor in tensors):
@@ -142,11 +150,14 @@ class _Reader:
                 one = replace(tensor, shape=tensor.shape[1:], data=data)
                 self._stays_quantized(one, f"{path}.{number}.{layer}", self.found.fused)
 
+    def _take(self, name: str) -> GgufTensor | None:
+        self._used.add(name)
+        return self._file.tensors.get(name)
+
     def _bias(self, name: str) -> Tensor:
-        tensor = self._file.tensors.get(name)
+        tensor = self._take(name)
         if tensor is None:
             self._file.fail(f"tensor {name}: is missing")
-        self._used.add(name)
         return self._plain(tensor)
 
     def _set_fused(self, path: str, suffix: str, parts: Sequence[Tensor]) -> None:
@@ -162,9 +173,10 @@ class _Reader:
 
     def finish(self) -> None:
         """Refuse tensors that were not read. Log the dequantized types."""
-        unknown = sorted(
-            name for name in self._file.tensors.keys() - self._used - {*_UNUSED} if not self._is_of_mtp(name)
-        )
+        needless = self._needless()
+        unknown = [
+            name for name in sorted(self._file.tensors.keys() - self._used) if not name.startswith(needless)
+        ]
         if unknown:
             self._file.fail(f"tensor {unknown[0]}: {type(self._empty).__name__} has no such tensor")
         for kind, count in self._dequantized.most_common():
@@ -173,10 +185,18 @@ class _Reader:
             fields = self._file.path, count, kind, dtype_name(self._dtype)
             logger.info("%s: %d matrices of type %s are dequantized to %s", *fields)
 
-    def _is_of_mtp(self, name: str) -> bool:
-        """Return whether a tensor belongs to an MTP head, whose blocks follow the layers."""
-        heads = range(self._file.get("nextn_predict_layers", 0))
-        return name.startswith(tuple(f"blk.{self._config.num_hidden_layers + number}." for number in heads))
+    def _needless(self) -> tuple[str, ...]:
+        """Return the beginnings of names of tensors that the model does not need.
+
+        The blocks of an MTP head follow the layers. Gemma 4's last layers use keys of earlier ones.
+        """
+        layers = self._config.num_hidden_layers
+        heads = range(layers, layers + self._file.get("nextn_predict_layers", 0))
+        sharing = range(layers - self._file.get("attention.shared_kv_layers", 0), layers)
+        keys = [
+            f"blk.{number}.{kind}" for number in sharing for kind in ("attn_k.", "attn_v.", "attn_k_norm.")
+        ]
+        return (*_UNUSED, *(f"blk.{number}." for number in heads), *keys)
 
     def _stays_quantized(self, tensor: GgufTensor, name: str, into: dict[str, QuantizedWeight]) -> bool:
         weight = quantized_weight(tensor, self._device)
@@ -192,7 +212,7 @@ class _Reader:
 
     def _plain(self, tensor: GgufTensor) -> Tensor:
         """Return a tensor's values in the model's dtype."""
-        if self._file.architecture.startswith(("gemma", "qwen35")) and _is_shifted(tensor.name):
+        if self._file.architecture in _SHIFTED and _is_shifted(tensor.name):
             return (dequantized(tensor, torch.float32) - 1).to(self._dtype)  # llama.cpp stores w + 1
         values = dequantized(tensor, self._dtype)
         if tensor.name.endswith("ssm_a"):
@@ -239,6 +259,16 @@ class _Reader:
 def _kind(tensor: GgufTensor) -> str:
     """Return the layer that a tensor belongs to, without its block, such as `attn_q`."""
     return next((part for part in tensor.name.split(".") if part != "blk" and not part.isdigit()), "")
+
+
+def _halves(tensor: GgufTensor) -> list[GgufTensor]:
+    """Return the tensors of gate and up, one expert's outputs after the other's, from one of both."""
+    experts, outputs, inputs = tensor.shape
+    data, half = tensor.data.reshape(experts, outputs, -1), outputs // 2
+    return [
+        replace(tensor, shape=(experts, half, inputs), data=each.reshape(experts * half, -1))
+        for each in (data[:, :half], data[:, half:])
+    ]
 
 
 def _is_shifted(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -49,7 +50,8 @@ def write_gguf(
 
     `fields` are further metadata, by their names without the architecture.
     """
-    config = model.config
+    config = copy.deepcopy(model.config)
+    config.allow_global_per_layer_attribute_access = True
     told = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -115,14 +117,18 @@ def _tensors(
             continue
         if architecture.startswith("qwen35"):
             values = _qwen35_values(model.config, layer.rpartition(".")[2], suffix, values)
-        if suffix in ("sinks", "A_log"):
-            name = f"{names.get_name(parameter)}{'.weight' if suffix == 'sinks' else ''}"
+        if suffix in ("sinks", "A_log", "layer_scalar"):
+            name = f"{names.get_name(parameter)}{'' if suffix == 'A_log' else '.weight'}"
             yield name, _encoded(values, kind)
+            continue
+        if suffix in ("scale", "per_expert_scale"):
+            name = "ffn_gate_inp" if suffix == "scale" else "ffn_down_exps"
+            yield f"blk.{layer.split('.')[2]}.{name}.scale", _encoded(values, kind)
             continue
         if suffix == "dt_bias":
             layer, suffix = f"{layer}.dt_proj", "bias"
         if (
-            architecture.startswith(("gemma", "qwen35"))
+            architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe")
             and layer.endswith("norm")
             and ".linear_attn." not in layer
         ):
@@ -160,6 +166,8 @@ def _expert_parts(architecture: str, suffix: str, values: np.ndarray) -> dict[st
         values = values.swapaxes(1, 2)
     if suffix.startswith("down_proj"):
         return {"ffn_down_exps": values}
+    if architecture == "gemma4":
+        return {"ffn_gate_up_exps": values}
     gate, up = (values[:, 0::2], values[:, 1::2]) if is_gpt_oss else np.split(values, 2, axis=1)
     return {"ffn_gate_exps": gate, "ffn_up_exps": up}
 

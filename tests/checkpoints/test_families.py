@@ -28,7 +28,7 @@ from engine.quantization.gguf_blocks import dequantized
 from protocol.config import ServeConfig
 from protocol.errors import ConfigError, UnsupportedModelError
 from tests.checkpoints.gguf_writer import byte_level, write_gguf, write_raw
-from tests.e2e.architectures import SLIDING_WINDOW, write_model
+from tests.e2e.architectures import GEMMA4_EXPERTS, SLIDING_WINDOW, write_model
 from tests.engine.kernels import needs_kernel
 from tests.engine.quantization.quantized_model import check_experts
 from tests.speculation.small_engine import ask, prompt_of, run, tokens
@@ -36,8 +36,16 @@ from tests.speculation.small_engine import ask, prompt_of, run, tokens
 F32, Q8_0, Q4_1 = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1
 MXFP4 = GGMLQuantizationType.MXFP4
 PARTS = ("gate", "up", "down")
+ROTATED = np.array([1] * 4 + [1e30] * 12, np.float32)
+"""The divisors of Gemma 4's frequencies: a quarter of each head of its full layers turns."""
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48}
 WINDOW = {"attention.sliding_window": SLIDING_WINDOW}
+GEMMA4 = WINDOW | {
+    "attention.sliding_window_pattern": [True, False] * 2,
+    "attention.key_length": 32,
+    "attention.key_length_swa": 16,
+    "rope.freq_base": 1e6,
+}
 QWEN35 = {
     "full_attention_interval": 2,
     "ssm.conv_kernel": 4,
@@ -56,6 +64,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     "qwen3moe": EXPERTS,
     "gemma2": WINDOW | {"attn_logit_softcapping": 8.0},
     "gemma3": WINDOW | {"rope.freq_base": 1e6},
+    "gemma4": GEMMA4
+    | {
+        "attention.shared_kv_layers": 2,
+        "embedding_length_per_layer_input": 16,
+        "feed_forward_length": [96] * 2 + [192] * 2,
+    },
     "phi3": WINDOW | {"rope.dimension_count": 16},
     "gpt-oss": WINDOW | {"expert_count": 4, "expert_used_count": 2},
     "qwen35": QWEN35,
@@ -82,6 +96,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
         "query_pre_attn_scalar": 16,
     },
+    "gemma4": {"tie_word_embeddings": True, "use_double_wide_mlp": True},
     "starcoder2": {"sliding_window": None},
     "gpt-oss": {
         "intermediate_size": 64,
@@ -95,6 +110,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 MODEL_TYPES = {
     "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "gpt-oss": "gpt_oss",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
@@ -124,7 +140,8 @@ def config_of(path: Path) -> ServeConfig:
 def test_tokens_are_the_models(architecture: str, tmp_path: Path) -> None:
     model = model_of(architecture, tmp_path / "hf")
     path = tmp_path / "model.gguf"
-    write_gguf(path, architecture, model, **FIELDS[architecture])
+    more = {"rope_freqs.weight": (ROTATED, F32)} if architecture == "gemma4" else {}
+    write_gguf(path, architecture, model, more=more, **FIELDS[architecture])
     requests = [ask(f"r{n}", prompt_of(n, n), 12, ignore_eos=True) for n in (5, 40)]
     found = tokens(run(Engine(config_of(path)), requests))
     assert found == tokens(run(Engine(config_of(tmp_path / "hf")), requests))
@@ -150,6 +167,32 @@ def test_weights_equal_those_that_transformers_reads(
         linear = kept.get(name.removesuffix(".weight"))
         ours = linear.quantized.dequantized() if linear else loaded.get_parameter(name)
         torch.testing.assert_close(ours, weight, atol=1e-6, rtol=1e-6)
+
+
+def test_experts_of_gemma_4_and_heads_by_kind_of_layer(tmp_path: Path) -> None:
+    model, path = model_of("gemma4", tmp_path / "hf", **GEMMA4_EXPERTS), tmp_path / "model.gguf"
+    fields: dict[str, Any] = {
+        **GEMMA4,
+        **EXPERTS,
+        "attention.head_count_kv": [2, 1] * 2,
+        "final_logit_softcapping": 30.0,
+    }
+    fields["expert_feed_forward_length"] = model.config.moe_intermediate_size
+    write_gguf(path, "gemma4", model, more={"rope_freqs.weight": (ROTATED, F32)}, **fields)
+    requests = [ask(f"r{n}", prompt_of(n, n), 12, ignore_eos=True) for n in (5, 40)]
+    found = tokens(run(Engine(config_of(path)), requests))
+    assert found == tokens(run(Engine(config_of(tmp_path / "hf")), requests))
+
+
+def test_keys_of_layers_that_use_earlier_ones_are_left_out(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", model_of("gemma4", tmp_path / "hf")
+    more = {"rope_freqs.weight": (ROTATED, F32), "blk.3.attn_k.weight": (np.zeros((64, 64), np.float32), F32)}
+    write_gguf(path, "gemma4", model, more=more, **FIELDS["gemma4"])
+    load_model(config_of(path))
+    more["blk.1.attn_other.weight"] = more["blk.3.attn_k.weight"]
+    write_gguf(path, "gemma4", model, more=more, **FIELDS["gemma4"])
+    with pytest.raises(ConfigError, match=r"tensor blk\.1\.attn_other\.weight: .* has no such tensor"):
+        load_model(config_of(path))
 
 
 @pytest.fixture

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from transformers import AutoTokenizer
 
 from checkpoints.gguf import config
@@ -79,6 +81,19 @@ def test_sentence_piece(tmp_path: Path, adds_space: bool) -> None:
     for text in [text for text in TEXTS if "<" not in text]:
         ids = ours(text, add_special_tokens=False).input_ids
         assert ours.decode(ids) == text
+
+
+def test_gemma_4_has_merges_in_the_file_and_no_first_token(tmp_path: Path) -> None:
+    tokenizer = sentence_piece() | {"model": "gemma4", "add_space_prefix": False, "add_bos_token": True}
+    tokenizer["merges"] = ["l l", "h e", "he ll", "▁ hell"]
+    fields: dict[str, Any] = {"attention.sliding_window": 8, "attention.key_length_swa": 8}
+    fields |= {"attention.sliding_window_pattern": [True, False], "block_count": 2}
+    metadata = {f"gemma4.{name}": value for name, value in (FIELDS | fields).items()}
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()}
+    freqs = {"rope_freqs.weight": (np.ones(4, np.float32), GGMLQuantizationType.F32)}
+    write_raw(tmp_path / "m.gguf", "gemma4", metadata, freqs)
+    ours = AutoTokenizer.from_pretrained(gguf_folder(tmp_path / "m.gguf"))
+    assert ours.convert_ids_to_tokens(ours("hello hell").input_ids) == ["hell", "o", "▁hell"]
 
 
 def check(path: Path) -> None:
@@ -169,7 +184,7 @@ def test_named_templates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model": "bert"}, r"tokenizer\.ggml\.model: is 'bert', not gpt2 or llama: .*--tokenizer"),
+        ({"model": "bert"}, r"tokenizer\.ggml\.model: is 'bert', not gpt2, llama or gemma4: .*--tokenizer"),
         ({"pre": "odd"}, r"tokenizer\.ggml\.pre: 'odd' is not known: .*--tokenizer"),
         ({"token_type": [1, 1]}, r"tokenizer\.ggml\.token_type: has 2 entries for 280 tokens"),
         ({"add_bos_token": True, "bos_token_id": 999}, r"tokenizer\.ggml\.bos_token_id: is 999"),
