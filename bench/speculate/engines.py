@@ -48,7 +48,11 @@ class Engines:
         self, cases: Sequence[Case], number: int, prompts: Sequence[WorkloadPrompt]
     ) -> list[CaseMeasurement]:
         """Run the cases in turns. Raises RuntimeError if a request fails."""
-        runs = [EngineRun(self._engine(case), self._requests(case, prompts), case) for case in cases]
+        runs = []
+        for case in cases:
+            self._runs += 1
+            requests = requests_of(case, prompts, self._runs, self._output_len)
+            runs.append(EngineRun(self._engine(case), requests, case))
         gc.collect()
         gc.freeze()  # as a worker does once it is ready
         running = runs
@@ -72,28 +76,30 @@ class Engines:
             self._drafting[key] = Engine(config, speculate=BatchSpeculator)
         return self._drafting[key]
 
-    def _requests(self, case: Case, prompts: Sequence[WorkloadPrompt]) -> list[EngineRequest]:
-        """Make the requests of a case. Each run has a different cache salt, so that no run uses the cache of
-        an earlier one.
-        """
-        self._runs += 1
-        fixed = case.num_tokens if isinstance(case.num_tokens, int) else None
-        return [
-            EngineRequest(
-                request_id=f"{self._runs}-{index}",
-                prompt_token_ids=prompt.token_ids,
-                sampling=SamplingParams(
-                    max_tokens=self._output_len,
-                    temperature=case.block.temperature,
-                    seed=index,
-                    ignore_eos=not prompt.ends,
-                    grammar=prompt.grammar,
-                ),
-                cache_salt=str(self._runs),
-                speculation=RequestSpeculation(num_speculative_tokens=fixed),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+
+def requests_of(
+    case: Case, prompts: Sequence[WorkloadPrompt], run: int, output_len: int
+) -> list[EngineRequest]:
+    """Return the requests of a case. Each run, and in it each further copy of the prompts, has a different
+    cache salt, so that none uses the cache of another, nor drafts from its answers.
+    """
+    fixed = case.num_tokens if isinstance(case.num_tokens, int) else None
+    return [
+        EngineRequest(
+            request_id=f"{run}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=SamplingParams(
+                max_tokens=output_len,
+                temperature=case.block.temperature,
+                seed=index,
+                ignore_eos=not prompt.ends,
+                grammar=prompt.grammar,
+            ),
+            cache_salt=f"{run}-{prompt.copy}",
+            speculation=RequestSpeculation(num_speculative_tokens=fixed),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 class EngineRun:

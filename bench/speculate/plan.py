@@ -92,7 +92,12 @@ class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
     def chosen(
         self, prompts: Sequence[WorkloadPrompt], concurrency: int, number: int
     ) -> list[WorkloadPrompt]:
-        """Return a round's prompts: the same for all cases of a concurrency, and no prompt twice."""
-        count = min(len(prompts), max(self.requests, concurrency))
+        """Return a round's prompts: the same for all cases of a concurrency. Each comes once, or again if
+        there are fewer than requests.
+        """
+        count = max(self.requests, concurrency)
         first = number * count
-        return [prompts[(first + index) % len(prompts)] for index in range(count)]
+        return [
+            prompts[(first + index) % len(prompts)]._replace(copy=index // len(prompts))
+            for index in range(count)
+        ]

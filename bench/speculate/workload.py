@@ -29,11 +29,14 @@ BEGUN = 3
 
 
 class WorkloadPrompt(NamedTuple):
-    """A prompt, and the grammar of its answer. `ends`: the answer ends where the model ends it."""
+    """A prompt, and the grammar of its answer. `ends`: the answer ends where the model ends it. `copy` counts
+    how often a run has had the prompt before.
+    """
 
     token_ids: list[int]
     ends: bool = False
     grammar: str | None = None
+    copy: int = 0
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{3,}")

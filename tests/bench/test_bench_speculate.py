@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from typer.testing import CliRunner, Result
 
 from bench.cli import app
-from bench.speculate.engines import EngineRun, Engines
+from bench.speculate.engines import EngineRun, Engines, requests_of
 from bench.speculate.figures import crossover, figures_of, verdicts_of
 from bench.speculate.measurement import CaseMeasurement, TimedAnswer, summarize
 from bench.speculate.plan import Case, CaseGroup, NumTokens, SpeculationPlan, parse_drafting
@@ -121,7 +121,19 @@ def test_a_rounds_prompts_differ_and_change_with_the_round() -> None:
     assert plan().chosen(prompts, 1, 0) == prompts[:4]
     assert plan().chosen(prompts, 1, 2) == [*prompts[8:], *prompts[:2]]
     assert len(plan().chosen(prompts, 8, 1)) == 8
-    assert sorted(plan().chosen(prompts, 64, 3)) == prompts
+    assert sorted(plan().chosen(prompts, 10, 3)) == prompts
+
+
+def test_prompts_come_again_where_there_are_fewer_than_requests() -> None:
+    """A further copy has another seed, and shares neither prefixes nor earlier answers with the first."""
+    chosen = plan().chosen([WorkloadPrompt([index]) for index in range(10)], 64, 3)
+    assert len(chosen) == 64
+    requests = requests_of(CASE, chosen, 5, 8)
+    assert len({request.sampling.seed for request in requests}) == 64
+    assert len({(*request.prompt_token_ids, request.cache_salt) for request in requests}) == 64
+    assert len({request.cache_salt for request in requests}) == 7
+    other = requests_of(CASE, chosen, 6, 8)
+    assert {request.cache_salt for request in requests}.isdisjoint(each.cache_salt for each in other)
 
 
 class Stepping:
