@@ -213,7 +213,9 @@ def announcement(config: ServeConfig, server: Routers, url: str, defaults: Gener
         lines.append(f"Requests' defaults (--generation-config {config.generation_config}): {listed}")
     if variables := config.default_chat_template_kwargs:
         lines.append(f"Chats' defaults (--default-chat-template-kwargs): {json.dumps(variables)}")
-    if config.speculative_config == DEFAULT_SPECULATION:
+    said = [start_up.get("speculation", "none") for start_up in server.start_ups().values()]
+    drafts = any(not each.startswith("none") for each in said)
+    if config.speculative_config == DEFAULT_SPECULATION and drafts:
         method, off = DEFAULT_SPECULATION.method, '--speculative-config \'{"method": "none"}\''
         lines.append(f"Speculates by {method}, as far as that pays and with the same tokens (off: {off})")
     lines.append(f"Try:  {curl_line(config, url)}")

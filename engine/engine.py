@@ -23,7 +23,7 @@ from engine.kv.prefix_cache import PrefixRoom, find_room, reserve_blocks
 from engine.kv.sequence_blocks import HandoffLayout
 from engine.parallel.leader import Leader
 from engine.phases import phase
-from engine.start_up import describe_start
+from engine.start_up import describe_start, is_deterministic
 from engine.step.launch import StepLauncher, embeddings
 from engine.step.live_sequences import EngineStats, LiveSequences, Reservation, StepResult
 from engine.step.profiling import ProfilingRun, measure_steps
@@ -130,6 +130,8 @@ class Engine:
         if not config.paged_kv:
             self.blocks.least_tokens = self.max_model_len
         self.start_up = describe_start(config, loaded, pool, self._runner, self.tiers, load_s, compile_s)
+        if self._speculator.off_because:
+            self.start_up["speculation"] = f"none ({self._speculator.off_because})"
         self._compilations = Compilations() if self._sampler.has_kernels else None
 
     def prepare_grammars(self) -> None:
@@ -141,7 +143,8 @@ class Engine:
         with closing(ProfilingRun(self.blocks, self._runner, self.max_model_len)) as profiling:
             self.times.seed(measure_steps(profiling, self._sampler, self.config.max_num_seqs, budget))
             self._speculator.attach(loaded, self.pool, self._sampler)
-            self._speculator.warm_up(profiling)
+            is_exact = loaded.dtype == torch.float32 or is_deterministic(self.config, loaded, self._runner)
+            self._speculator.warm_up(profiling, is_exact=is_exact)
 
     @property
     def runs_on_any_threads(self) -> bool:

@@ -36,7 +36,7 @@ def describe_start(
         "attention": f"{backend.name} ({why})",
         "forward": runner.choice,
         "products": runner.products,
-        "deterministic": _deterministic(config, loaded, runner),
+        "deterministic": "yes" if is_deterministic(config, loaded, runner) else "no",
         "kv_pool": f"{size}, KV in {loaded.kv_group.rows}{_expansion(loaded)}{_kept(config, loaded, pool)}",
         "states": _states(config, pool),
         "kv_tiers": tiers.describe() if tiers is not None else "none",
@@ -46,10 +46,10 @@ def describe_start(
     }
 
 
-def _deterministic(config: ServeConfig, loaded: LoadedModel, runner: Runner) -> str:
-    """Return "yes" if a request has the same bits in every batch, and so the same tokens."""
+def is_deterministic(config: ServeConfig, loaded: LoadedModel, runner: Runner) -> bool:
+    """Return whether a request has the same bits in every batch, and so the same tokens."""
     by_option = config.deterministic and loaded.device.type == "cuda"
-    return "yes" if by_option or runner.deterministic else "no"
+    return by_option or runner.deterministic
 
 
 def _expansion(loaded: LoadedModel) -> str:

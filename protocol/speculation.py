@@ -78,7 +78,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     model's, the heads' with their own LM heads, or the copy's that `self_speculative` drafts with. This copy
     has the model's layers (0 is the first) without `skip_layers`, or only the first `exit_layer`. `drafter`
     names a `speculation.drafter.Drafter` as `module:name`, for the method `custom`; its arguments are this
-    config, the server's and the model.
+    config, the server's and the model. With `deterministic`, a worker where drafts could change a token (16
+    bits, and a row's bits depend on its batch) drafts only for requests that ask for it.
     """
 
     method: Method
@@ -90,6 +91,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tree_nodes: Annotated[int, Meta(ge=1, le=MAX_TREE_NODES)] = 24
     prefill: Literal["auto", "carry", "rebuild"] = "auto"
     decode_workers_draft: bool = True
+    deterministic: bool = False
     quantization: Quantization | None = None
     skip_layers: list[Annotated[int, Meta(ge=0)]] = []
     exit_layer: Positive | None = None
@@ -118,7 +120,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.num_speculative_tokens if isinstance(self.num_speculative_tokens, int) else None
 
 
-DEFAULT_SPECULATION = SpeculativeConfig(method="suffix")
+DEFAULT_SPECULATION = SpeculativeConfig(method="suffix", deterministic=True)
 """The speculation of servers on CPUs that configure none."""
 
 

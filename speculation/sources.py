@@ -107,6 +107,8 @@ class DraftSources:
         self.drafters: dict[Source, Drafter] = {}
         if remote is not None:
             self.drafters[REMOTE] = remote
+        self.drafts_unasked = True
+        """Whether requests without settings of their own draft by the deployment's method."""
         self.own: Drafter | None = None
         """The deployment's drafter, if decode workers draft with it."""
         if self._deployed is not None and self._deployed.decode_workers_draft:
@@ -166,7 +168,8 @@ class DraftSources:
         A plan that names a drafter that this worker lacks counts as a plan without drafts.
         """
         asked, plan = sequence.request.speculation or RequestSpeculation(), sequence.draft_plan
-        if not asked.enabled:
+        is_unasked = sequence.request.speculation is None
+        if not asked.enabled or (is_unasked and not self.drafts_unasked):
             return None
         source: Source | None
         if plan is None:

@@ -80,7 +80,10 @@ class BatchSpeculator(Speculator):
         prepare(self._options.verification, sampler, loaded.dtype)
         self._sources.attach(pool)
 
-    def warm_up(self, profiling: ProfilingRun) -> None:
+    def warm_up(self, profiling: ProfilingRun, *, is_exact: bool) -> None:
+        if self._options.deterministic and not is_exact:
+            self.off_because = "drafts could change tokens here; a request may ask for them"
+            self._sources.drafts_unasked = False
         estimator = self._controller.estimator
         measures = self._options.fixed_tokens is None  # otherwise there is nothing to choose
         if self._drafters and measures:

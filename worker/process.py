@@ -191,10 +191,10 @@ def _registration(parts: WorkerParts, engine: Engine, address: PeerAddress) -> R
         cache=engine.cache_format if parts.reports_cache else None,
         adapters=engine.adapters.listed() if engine.adapters is not None else [],
         start_up={
+            "speculation": describe(parts.config.speculative_config),
             **engine.start_up,
             "host": parts.host,
             "threads": str(torch.get_num_threads()),
-            "speculation": describe(parts.config.speculative_config),
             "kv_events": ", ".join(publisher.endpoints) if publisher is not None else "to the router alone",
         },
     )

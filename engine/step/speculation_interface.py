@@ -43,12 +43,14 @@ class Speculator:
     state_layout: StateLayout | None = None
     hidden_layers: tuple[int, ...] = ()
     most_drafted: int = 0
+    off_because: str = ""
+    """The reason why requests that do not ask for drafts get none on this worker, known after `warm_up`."""
 
     def attach(self, loaded: LoadedModel, pool: KVPool, sampler: Sampler) -> None:
         """Take the model, the pool and the sampler. Called once, before any other method."""
 
-    def warm_up(self, profiling: ProfilingRun) -> None:
-        """Compile and measure before the first request."""
+    def warm_up(self, profiling: ProfilingRun, *, is_exact: bool) -> None:
+        """Compile and measure before the first request. `is_exact`: no draft can change a token here."""
 
     def begin(self, sequence: SequenceState, state: DraftState = REBUILD) -> None:
         """Take up a handed-over sequence that starts decoding; `state` came with it."""

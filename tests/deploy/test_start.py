@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,8 +23,11 @@ from router.reading.prepared import GenerationDefaults
 class Started:
     """Stands in for the routers once all workers run."""
 
+    def __init__(self, speculation: str = "suffix") -> None:
+        self._start_up = {"device": "cpu, bfloat16", "forward": "native", "speculation": speculation}
+
     def start_ups(self) -> dict[str, Mapping[str, str]]:
-        return {"decode-0": {"device": "cpu, bfloat16", "forward": "native"}}
+        return {"decode-0": self._start_up}
 
 
 STARTED: Any = Started()
@@ -50,6 +53,11 @@ def test_the_start_says_how_to_turn_off_the_default_speculation(
         command = line[line.index("(off: ") + 6 : -1]
         option, value = shlex.split(command)
         assert load_config({option[2:].replace("-", "_"): value}, {}).speculative_config is None
+
+
+def test_the_start_promises_no_drafts_where_no_worker_makes_them() -> None:
+    config, started = ServeConfig(speculative_config=DEFAULT_SPECULATION), Started("none (not exact)")
+    assert "peculates" not in announcement(config, cast(Any, started), "http://a", GenerationDefaults())
 
 
 @pytest.mark.parametrize("variables", [{"enable_thinking": False, "mood": "calm"}, {}, None], ids=str)

@@ -119,6 +119,32 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "drafts"),
+    [("jamba", "bfloat16", False), ("jamba", "float32", True), ("llama", "bfloat16", True)],
+)
+def test_it_drafts_nothing_unasked_where_bits_depend_on_the_batch(
+    model_type: str, dtype: str, drafts: bool, tmp_path: Path
+) -> None:
+    """Torch multiplies for Jamba's experts, so that drafted rows could change a token in 16 bits."""
+    write_model(model_type, tmp_path)
+    engine = Engine(config_of(tmp_path, True, dtype=dtype), speculate=BatchSpeculator)
+    told = engine.start_up.get("speculation", "")
+    assert told.startswith("none") != drafts
+    # Requests that ask for drafts get them anywhere.
+    settings = (RequestSpeculation(), RequestSpeculation(method="suffix", num_speculative_tokens=4))
+    for asked, expected in [(None, drafts), *[(each, True) for each in settings]]:
+        request = EngineRequest(
+            request_id="",
+            prompt_token_ids=prompt_of(9, 1, VOCAB_SIZE) * 3,
+            sampling=SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+            speculation=asked,
+        )
+        found = run(engine, [request])
+        assert (drafted_and_accepted(found)[0] > 0) == expected, asked
+    engine.close()
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "coded KV": {"kv_cache_dtype": "int8"},
     "rounded weights": {"quantization": "int4", "quantize_lm_head": True},
