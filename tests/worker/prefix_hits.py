@@ -87,7 +87,8 @@ def workers(
     """Start a prefill worker and a decode worker that draft by a method."""
     options |= {"model": str(family[method])} if method in family else {"skip_layers": [1]}
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=NUM_DRAFTED, **options)
-    compile = "off" if method in ("eagle", "dflash") else "auto"  # these heads would be compiled for Gemma
+    is_compiled = method in ("eagle", "mtp", "dflash")  # for Gemma
+    compile = "off" if is_compiled else "auto"
     limits = {"block_size": 16, "max_num_seqs": 4, "compile": compile}
     config = tiny_config(family["target"], speculative_config=speculative, **limits)
     with Cluster() as cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from functools import cache
@@ -11,20 +12,15 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.worker.harness import Cluster, RunningWorker, request, tiny_config
-from tests.worker.prefix_hits import chats, write_family
+from tests.worker.prefix_hits import DRAFTERS, FAMILIES, PLACES, TURNS, chats, write_family
 from tests.worker.tiny_model import greedy, prompt
 
-CASES = [
-    ("Llama", "self_speculative", "auto"),  # and the methods without weights
-    ("Llama", "medusa", "auto"),
-    ("Llama", "draft_model", "carry"),
-    ("Llama", "draft_model", "rebuild"),
-    ("hybrid (Qwen3.5)", "draft_model", "auto"),
-    ("hybrid (Qwen3.5)", "mtp", "auto"),
-    ("windows (Gemma 3)", "eagle", "auto"),
-    ("windows (Gemma 3)", "dflash", "auto"),
-]
-"""The model, the method, and the worker that computes a prompt's draft KV."""
+CASES = [(family, method, "auto") for family in FAMILIES for method in DRAFTERS]
+"""The model, the method, and the worker that computes a prompt's draft KV. Chats with self-speculation have
+the methods without weights, too.
+"""
+CASES += [("Llama", "draft_model", "carry"), ("Llama", "draft_model", "rebuild")]
+PAGE = Path(__file__).parents[2] / "docs" / "speculation.md"
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +28,28 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
     return cache(lambda name: write_family(name, tmp_path_factory.mktemp("family")))
 
 
+@cache
+def documented() -> dict[tuple[str, str], dict[str, list[float]]]:
+    """Return the page's shares of accepted tokens in each place, by model and method."""
+    section = PAGE.read_text().partition("## Prefix hits")[2].partition("\n## ")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    found = {}
+    for method, *cells in rows:
+        for family, cell in zip(head[1:], cells, strict=True):
+            parts = [re.sub(r"^(\D*) ", r"\1:", part).rpartition(":") for part in cell.split(", ")]
+            rates = {place: [int(each[:-1]) / 100 for each in shares.split()] for place, _, shares in parts}
+            found[family, method.strip("`")] = {
+                place: rates.get(place, rates.get("", [])) for place in PLACES
+            }
+    return found
+
+
 @pytest.mark.parametrize(("family", "method", "prefill"), CASES)
 def test_drafts_cost_no_hits(
     family: str, method: str, prefill: str, families: Callable[[str], dict[str, Path]]
 ) -> None:
-    found = chats(families(family), method, turns=3, prefill=prefill)
+    is_in_table = prefill == "auto"
+    found = chats(families(family), method, turns=TURNS if is_in_table else 3, prefill=prefill)
     plain = found.pop("none")
     for drafter, by_place in found.items():
         for place, chat in by_place.items():
@@ -50,9 +63,13 @@ def test_drafts_cost_no_hits(
             differs = drafter == "suffix" or (place == "split" and ("hybrid" in family or reads_hidden))
             slack = 0.1 if differs else 0.0
             assert own == pytest.approx(others, abs=slack), (drafter, place)
+            if is_in_table:
+                assert own == pytest.approx(documented()[family, drafter][place], abs=0.03), (drafter, place)
         assert by_place["colocated"].acceptance()[0] > 0, drafter
     for place, chat in plain.items():
         assert all(chat.cached[1:]), place
+    if is_in_table:
+        assert [sum(plain[place].cached) for place in PLACES] == [576, 480, 576]
 
 
 PATIENT = "fetch:25"
