@@ -13,6 +13,7 @@ from tests.tiers.costs import Cost
 
 STARTS_RAY = (
     "tests/bench/test_bench_transfer.py",
+    "tests/deploy/test_full_disks.py",
     "tests/deploy/test_operations.py",
     "tests/deploy/test_ray_cluster.py",
     "tests/deploy/test_serve.py",
