@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 from engine.linear.quantized import QuantizedLinear
 from engine.load.loader import load_model
@@ -48,6 +48,8 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     ],
 )
 def test_parts_beside_the_language_model_are_not_loaded(tmp_path: Path, model_type: str, served: str) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this Transformers has no {model_type}")
     whole = write(tmp_path, model_type)
     loaded = load_model(config_for(tmp_path)).model
     assert type(loaded).__name__ == served
