@@ -6,7 +6,8 @@ killed, or frozen for good: a worker, or one of the server's helpers (`HELPERS`)
 sometimes a router is killed. Then the same requests run again without faults. `failed` counts requests
 without an answer, `broken` requests whose router was killed, `different` requests whose tokens differ from
 the second run. `pause_*` are gaps of over 0.1 s between two
-events of a stream (or before its first) during which a fault came, by kind of fault.
+events of a stream (or before its first) during which a fault came, by kind of fault. Each pause of over half
+a second is printed with the faults of its time.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ HELPERS = {
 """A part of each helper's command line, by the helper's name."""
 HELPERS_SHARE = 0.3
 LEAST_PAUSE_S = 0.1
+LONG_PAUSE_S = 0.5
+EARLIER_S = 5.0
+"""[s] Time before a pause in which a fault may still be under way, such as a restart."""
 RESTART_S = 60.0
 CONCURRENCY = 32
 STALE_S = 2.0
@@ -77,6 +81,7 @@ class Storm:
         self._urls = own if replicas > 1 else [str(http.base_url)]
         self._rng = rng
         self._faults: list[Fault] = []
+        self._clock = time.time() - time.monotonic()
 
     def measure(self, requests: int, seconds: float, every: float) -> dict[str, Any]:
         before = self._workers()
@@ -245,6 +250,8 @@ class Storm:
                 kinds = {fault.kind for fault in self._faults if begin <= fault.at <= end}
                 if end - begin > LEAST_PAUSE_S and kinds:
                     seen["frozen" if "frozen" in kinds else "killed"].append(end - begin)
+                if end - begin > LONG_PAUSE_S:
+                    self._show(answer, begin, end)
         figures: dict[str, float] = {}
         for kind, pauses in seen.items():
             figures[f"pauses_{kind}"] = len(pauses)
@@ -253,6 +260,17 @@ class Storm:
                     round(float(np.quantile(pauses, share)), 3) if pauses else 0.0
                 )
         return figures
+
+    def _show(self, answer: WatchedAnswer, begin: float, end: float) -> None:
+        """Print a long pause with the faults during it and shortly before, by their time from its begin."""
+        faults = [
+            f"{fault.victim} {fault.kind} at {fault.at - begin:+.1f} s"
+            for fault in self._faults
+            if begin - EARLIER_S <= fault.at <= end
+        ]
+        place, clock = answer.events.index(begin), time.strftime("%X", time.localtime(self._clock + begin))
+        what = ", ".join(faults) or "no fault"
+        print(f"{clock} pause of {end - begin:.2f} s before event {place}: {what}", file=sys.stderr)
 
 
 def total(http: httpx.Client, name: str) -> float:
