@@ -139,6 +139,7 @@ class Dispatcher:
         """Place the lost worker's requests again, and name another decode worker for prompts in prefill."""
         message = f"worker {worker.key.worker_id} was lost: {reason}"
         was_stopped = worker.silence_s > self._config.worker_timeout and not worker.is_stalled
+        self.races.worker_lost(worker)
         for request, at in self._journal.assigned():
             if worker is at.decode and at.prefill is not None:
                 self.redirect(request, "worker_lost", message)

@@ -4,7 +4,8 @@ While a worker is suspect, its requests also run on other workers, and the first
 give equal tokens, so a copy generates the same tokens as its request. It starts from the tokens in the
 journal and from KV blocks that other workers hold. If the copy sends the next token first, it replaces the
 request, else it is withdrawn. A request has at most one copy. A budget bounds the work of copies: it grows
-with the time of all workers, and each copy costs the predicted time of its prefill.
+with the time of all workers, and each copy costs the predicted time of its prefill. What was spent on a
+worker that turns out to be lost is given back, since its requests would have been placed again anyway.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Races:
         self._spent_s = self._swept_at = 0.0
         """Predicted time of all copies, less the budget earned since they started."""
         self._is_spent = False
+        self._spent_on: defaultdict[Worker, float] = defaultdict(float)
+        """The part of the time that was spent on each worker's requests since it became suspect."""
 
     def sweep(self, now: float) -> None:
         """Start a race for each request that waits for a suspect worker. To be called often."""
@@ -51,17 +54,24 @@ class Races:
         share = SHARE * len(workers)
         self._spent_s = max(self._spent_s - share * (now - self._swept_at), 0.0)
         self._swept_at = now
+        for worker in [each for each in self._spent_on if not (each.live and each.is_suspect)]:
+            del self._spent_on[worker]
         if not any(worker.is_suspect for worker in workers):
             return
         for request, at in self._journal.assigned():
             may_race = request.owner is None and request not in self._journal.copies
-            if not may_race or not self._waits_for_suspect(request, at) or self._is_complete(request):
+            suspect = self._suspect_of(request, at) if may_race else None
+            if suspect is None or self._is_complete(request):
                 continue
             if at.stage is Stage.HELD:
                 self._place_again(request)
                 continue
-            if not self._can_pay(share * AHEAD_S) or not self._start(request, at):
+            if not self._can_pay(share * AHEAD_S) or not self._start(request, at, suspect):
                 return
+
+    def worker_lost(self, worker: Worker) -> None:
+        """Give back what was spent on a worker that is lost."""
+        self._spent_s = max(self._spent_s - self._spent_on.pop(worker, 0.0), 0.0)
 
     def is_first(self, copy: LiveRequest, output: TokenOutput) -> bool:
         """Decide a race by a copy's output. Return whether the output continues the owner's answer."""
@@ -94,13 +104,14 @@ class Races:
         requests = owner.generation.requests
         requests[requests.index(owner)] = copy
 
-    def _start(self, request: LiveRequest, at: Assignment) -> bool:
+    def _start(self, request: LiveRequest, at: Assignment, suspect: Worker) -> bool:
         """Start a race. Return False if no other worker takes the request."""
         copy = self._placer.copy(request)
         if copy is None or copy.assignment is None:
             return False
         seconds, tokens = alone_s(copy.assignment), copy.assignment.num_uncached
         self._spent_s += seconds
+        self._spent_on[suspect] += seconds
         self._metrics.count("races_total")
         self._metrics.count("raced_tokens_total", by=tokens)
         self._metrics.count("raced_seconds_total", by=seconds)
@@ -116,12 +127,12 @@ class Races:
             logger.warning("no further races: copies have taken %.1f s of the workers' time", self._spent_s)
         return not self._is_spent
 
-    def _waits_for_suspect(self, request: LiveRequest, at: Assignment) -> bool:
-        """Return whether the next token, or a block needed for it, is due from a suspect worker."""
+    def _suspect_of(self, request: LiveRequest, at: Assignment) -> Worker | None:
+        """Return the suspect worker from which the next token, or a block needed for it, is due."""
         awaited: list[Worker | None] = [*at.holders]
         if at.stage is Stage.PREFILL:
             awaited = [at.first, self._registry.current_of(request.prefix)]
-        return any(each is not None and each.is_suspect for each in awaited)
+        return next((each for each in awaited if each is not None and each.is_suspect), None)
 
     def _is_complete(self, request: LiveRequest) -> bool:
         model = self._registry.model

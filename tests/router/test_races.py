@@ -151,6 +151,22 @@ def test_requests_that_no_worker_has_yet_move(make_router, pool):
     assert len(first.generated) < 8 and raced(router)[1] == 8
 
 
+def test_lost_workers_cost_no_budget(make_router, pool, expected, monkeypatch):
+    """A second freeze races, too, although the first race was all that the budget allowed."""
+    monkeypatch.setattr(races, "SHARE", 1e-9)
+    router = make_router(worker_timeout=60.0)
+    future, first, second = frozen(router, pool)
+    second.stall_after = 15
+    second.hold.clear()
+    eventually(lambda: emitted(router) == [15])
+    lose(router, first)
+    router.add_worker("decode-2")
+    freeze(second)
+    assert answer(future.result(20)) == expected
+    assert raced(router) == (2, 2)
+    assert router.metric("tandem_races_unpaid_total") == 0
+
+
 @pytest.mark.parametrize("why", ["no other worker", "no budget"])
 def test_without_a_race_the_verdict_decides(make_router, pool, expected, monkeypatch, why):
     router = make_router(worker_timeout=1.0)
