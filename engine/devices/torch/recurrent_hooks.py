@@ -10,6 +10,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -57,7 +58,10 @@ def hook(model: nn.Module) -> RecurrentHooks | None:
             continue
         known = dict(forward.__globals__)
         for name in names:
-            known[name] = _bound(hooks, len(hooks.layers), known[name], _OURS[name])
+            ours = _OURS[name]
+            if ours is _delta_rule:
+                ours = partial(_delta_rule, num_key_heads=getattr(module, "num_k_heads", None))
+            known[name] = _bound(hooks, len(hooks.layers), known[name], ours)
         copy = types.FunctionType(forward.__code__, known, forward.__name__, forward.__defaults__)
         copy.__kwdefaults__ = forward.__kwdefaults__
         module.forward = types.MethodType(copy, module)
@@ -105,9 +109,12 @@ def _delta_rule(
     g: Tensor,
     beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
+    num_key_heads: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Run the gated delta rule, with decays of heads (2024) or key channels (Kimi, 2025)."""
+    if num_key_heads is not None:  # Transformers 5.17 repeats each for the value heads that share it
+        query, key = (each[:, :, :: each.shape[2] // num_key_heads].contiguous() for each in (query, key))
     q, k, v, decay, strength = (_only(rows).float() for rows in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         q, k = unit(q), unit(k)
