@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -203,7 +204,14 @@ def read_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Pr
     def read(path: Path) -> PreTrainedModel:
         with monkeypatch.context() as patched:
             patched.setattr("transformers.modeling_utils.is_accelerate_available", lambda: True)
-            return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            try:
+                return AutoModelForCausalLM.from_pretrained(
+                    path.parent, gguf_file=path.name, dtype=torch.float32
+                )
+            except ValueError as error:
+                if "not supported yet" in str(error):
+                    pytest.skip(f"Transformers {transformers.__version__} does not read such a file")
+                raise
 
     return read
 
