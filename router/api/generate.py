@@ -99,6 +99,8 @@ class GenerateEndpoint:
         headers = _headers(scope)
         generation.http_id = scope[REQUEST_ID_KEY]
         generation.session = _session(headers)
+        if not state.keys.are_needed and scope["client"] is not None:
+            generation.client = scope["client"][0]
         generation.slo_ttft_s = _slo(headers, TTFT_HEADER, state.config.slo_ttft)
         generation.slo_tpot_s = _slo(headers, TPOT_HEADER, state.config.slo_tpot)
         output = prepared.output

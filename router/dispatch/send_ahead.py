@@ -1,7 +1,7 @@
 """The sending of requests to their workers, only as many as keep the workers busy.
 
 A worker serves requests in the order of arrival, so none can overtake a request that was sent. The others
-wait here, where API keys take turns.
+wait here, where API keys take turns, or clients if there are no keys.
 """
 
 from __future__ import annotations
@@ -26,20 +26,28 @@ MIN_AHEAD = 2
 """Requests to send whatever their length: the running one and the next."""
 AHEAD_STEPS = 2
 """Steps to fill with prompt tokens: the running one and the next."""
+LEAST_COST = 1e-3
+"""[tokens] Less than any request costs, and more than rounding leaves of a difference of costs."""
 
 Transmit = Callable[[LiveRequest, Assignment], bool]
 
 
 @dataclass(eq=False)
 class _WorkerQueue:
-    """One worker's waiting requests, their uncached `tokens`, and the cost `sent` there by key."""
+    """One worker's waiting requests, uncached `tokens`, and cost sent there by `Generation.turn`."""
 
     tokens: int = 0
-    sent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     waiting: FairQueue[LiveRequest] = field(init=False)
+    _sent: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.waiting = FairQueue(self.sent.__getitem__)
+        self.waiting = FairQueue(lambda turn: self._sent.get(turn, 0.0))
+
+    def charge(self, turn: str, cost: float) -> None:
+        """Add to the cost sent. A negative `cost` takes it back; who has nothing left is forgotten."""
+        cost += self._sent.pop(turn, 0.0)
+        if abs(cost) > LEAST_COST:
+            self._sent[turn] = cost
 
 
 class SendAhead:
@@ -83,7 +91,7 @@ class SendAhead:
         """Remove a request that has ended or is placed again, which makes room at its workers."""
         queue = self._queues.get(at.first)
         if queue is not None and at.stage is not Stage.HELD:
-            queue.sent[request.generation.key] -= request.cost
+            queue.charge(request.generation.turn, -request.cost)
         elif queue is not None and request in queue.waiting:
             self._stop_waiting(request, at, queue)
         self.free(at)
@@ -119,7 +127,7 @@ class SendAhead:
         if queue is None or first.outstanding_prompts <= 0:
             return 0.0
         generation = request.generation
-        count = queue.waiting.overtaken(generation.key, generation.priority, request.cost)
+        count = queue.waiting.overtaken(generation.turn, generation.priority, request.cost)
         return min(count / first.outstanding_prompts, 1.0)
 
     def _send_queue(self, worker: Worker) -> Iterator[LiveRequest]:
@@ -136,7 +144,7 @@ class SendAhead:
 
     def _enter(self, request: LiveRequest, at: Assignment, queue: _WorkerQueue) -> None:
         generation = request.generation
-        queue.waiting.add(request, generation.key, generation.priority, request.cost)
+        queue.waiting.add(request, generation.turn, generation.priority, request.cost)
         queue.tokens += at.num_uncached
         self._rows[at.decode] += 1
 
@@ -159,7 +167,7 @@ class SendAhead:
     def _send(self, request: LiveRequest, at: Assignment, queue: _WorkerQueue) -> bool:
         if not self._transmit(request, at):
             return False
-        queue.sent[request.generation.key] += request.cost
+        queue.charge(request.generation.turn, request.cost)
         if request.owner is None:
             self._metrics.count("api_key_tokens_total", request.generation.key, by=request.cost)
         return True

@@ -239,6 +239,8 @@ class Generation:
     """Id of the HTTP request."""
     key: str = NO_KEY
     """Name of the API key that the request came with."""
+    client: str = ""
+    """Address of the client if the server needs no key."""
     slo_ttft_s: float = inf
     slo_tpot_s: float = inf
     """SLOs that the client asks for."""
@@ -263,6 +265,11 @@ class Generation:
     @property
     def is_over(self) -> bool:
         return self.num_unfinished == 0 or self.error is not None
+
+    @property
+    def turn(self) -> str:
+        """The party that takes turns with others: the API key or, without keys, the client's address."""
+        return self.client or self.key
 
     @property
     def has_answered(self) -> bool:

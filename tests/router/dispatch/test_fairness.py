@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import httpx
 import pytest
 
 from protocol.costs import StepCosts
@@ -72,6 +73,24 @@ def test_after_short_answers_long_ones_are_not_all_sent_ahead(make_router, pool,
     assert [each.result(20).status_code for each in (*single, *flood)] == [200] * 31
     lengths = [request.sampling.max_tokens for request in pair[0].generated]
     assert lengths.index(4) == 2 * rows, "it came next"
+
+
+def test_without_keys_clients_take_turns_by_address(make_router, pool):
+    router = make_router(max_num_seqs=ROWS)
+    worker = router.add_worker()
+    worker.hold.set()
+    body = {"prompt": "the quick brown fox", "max_tokens": 3}
+    flood = [pool.submit(router.http.post, "/v1/completions", json=body) for _ in range(20)]
+    eventually(lambda: held(router) == 20 - AHEAD)
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    with httpx.Client(base_url=router.http.base_url, transport=transport, timeout=20) as other:
+        single = pool.submit(other.post, "/v1/completions", json=body | {"max_tokens": 4})
+        eventually(lambda: held(router) == 21 - AHEAD)
+        worker.hold.clear()
+        assert [each.result(20).status_code for each in (single, *flood)] == [200] * 21
+    lengths = [request.sampling.max_tokens for request in worker.generated]
+    assert lengths.index(4) == AHEAD, "it came next"
+    eventually(lambda: is_idle(router))
 
 
 def test_a_first_token_makes_room_for_the_next_prompt_at_once(make_router, pool):
