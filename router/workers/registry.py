@@ -25,6 +25,8 @@ LEAST_SILENCE_S = 0.1
 """Shortest silence that is judged."""
 LEAST_LATENESS_S, MOST_LATENESS_S = 0.09, 0.5
 """Bounds of lateness: any machine delays messages by the first now and then; freezes count as the second."""
+ALONE_S = 0.5
+"""Least silence after which the last worker of a purpose is suspect: others can do its work, at a price."""
 LATENESS_HALF_LIFE_S = 30.0
 PATIENCE = 1.5
 """Multiple of a worker's recent lateness by which its next message may be late."""
@@ -340,10 +342,18 @@ class Registry:
             self._lose(worker, reason)
 
     def _suspect(self, now: float) -> None:
-        """Set which workers are suspect: late ones, if another worker of their purpose is not late."""
+        """Set which workers are suspect: late ones, if another worker of their purpose is not late or, after
+        `ALONE_S`, one of the other purpose, which can serve whole requests.
+        """
         late = [w for w in self if w.live and w.silence_s > LEAST_SILENCE_S and w.is_late(now)]
-        punctual = {w.role.purpose for w in self if w.takes_requests and w not in late} if late else set()
-        suspects = [w for w in late if w.role.purpose in punctual]
+        punctual = [w for w in self if w.takes_requests and w not in late] if late else []
+        purposes = {w.role.purpose for w in punctual}
+        can_help = any(not w.role.holds_draft for w in punctual)
+        suspects = [
+            w
+            for w in late
+            if w.role.purpose in purposes or (can_help and not w.role.holds_draft and w.silence_s > ALONE_S)
+        ]
         for worker in [w for w in self if w.is_suspect != (w in suspects)]:
             worker.is_suspect = not worker.is_suspect
             self.changed(worker)
@@ -352,10 +362,10 @@ class Registry:
                 logger.warning("worker %s is suspect: silent for %.2f s", name, worker.silence_s)
 
     def _take_out(self, worker: Worker) -> None:
-        """Remove a worker from the cluster. If its purpose has no other worker there, suspect ones return."""
+        """Remove a worker from the cluster. If nobody there serves requests, the suspect workers return."""
         self.cluster.remove(worker.key.worker_id)
-        if not self.cluster.count(worker.role.purpose):
-            for other in [w for w in self if w.is_suspect and w.role.purpose == worker.role.purpose]:
+        if not self.cluster.count("prefill") and not self.cluster.count("decode"):
+            for other in [w for w in self if w.is_suspect]:
                 other.is_suspect = False
                 self.changed(other)
 

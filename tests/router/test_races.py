@@ -138,6 +138,22 @@ def test_either_role_races(make_router, pool, expected, task):
     eventually(lambda: is_idle(router))
 
 
+@pytest.mark.parametrize("task", ["prefill", "decode"])
+def test_the_other_role_answers_for_the_last_worker_of_a_role(make_router, pool, expected, task):
+    router = make_router(worker_timeout=60.0)
+    prefill, decode = make_pair(router)
+    last, other = (prefill, decode) if task == "prefill" else (decode, prefill)
+    last.hold.set()
+    future = pool.submit(post, router, **FIELDS)
+    eventually(lambda: prefill.generated if task == "prefill" else decode.jobs)
+    freeze(last)
+    assert answer(future.result(20)) == expected
+    assert raced(router)[1] == 1
+    assert other.generated, "it served the whole request"
+    thaw(last)
+    eventually(lambda: is_idle(router))
+
+
 def test_requests_that_no_worker_has_yet_move(make_router, pool):
     router = make_router(worker_timeout=60.0, max_num_seqs=1)
     first = router.add_worker("decode-0")

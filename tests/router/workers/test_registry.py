@@ -16,7 +16,7 @@ from protocol.router_to_worker import Refused
 from protocol.version import PROTOCOL
 from protocol.worker_to_router import WorkerState
 from router.workers.assignment import Loads, Stage
-from router.workers.registry import WATCH_INTERVAL_S, Registry, Worker
+from router.workers.registry import ALONE_S, WATCH_INTERVAL_S, Registry, Worker
 from tests.router.placed import registration
 
 
@@ -187,6 +187,19 @@ def test_no_worker_is_suspect_if_no_other_is_better(recorder):
     recorder.register("three", worker_id="other")
     registry.sweep(now + 5.0)
     assert not worker.is_suspect
+
+
+def test_the_last_worker_of_a_role_is_suspect_if_the_other_role_is_punctual(recorder):
+    """Later than one whose own role can take over, and only until nobody is left who could."""
+    registry = recorder.registry
+    worker = recorder.register("one", role="prefill")
+    recorder.register("two", worker_id="other")
+    now = time.monotonic()
+    registry.sweep(now)
+    assert suspect_after(worker, registry, now) == pytest.approx(ALONE_S, abs=WATCH_INTERVAL_S)
+    assert in_cluster(registry) == ["other"]
+    registry.mark_dead("other", "two", "it was killed")
+    assert not worker.is_suspect and in_cluster(registry) == ["w"]
 
 
 def test_expected_workers(recorder):
