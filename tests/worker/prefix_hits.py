@@ -38,6 +38,8 @@ FAMILIES = {
 DRAFTERS = ("draft_model", "eagle", "medusa", "mtp", "dflash", "self_speculative")
 WEIGHTLESS = ("ngram", "suffix", "lookahead")
 """Methods that a request may ask for on any server; here on that of self-speculation."""
+COMPILED = ("eagle", "mtp", "dflash")
+"""Methods whose heads would be compiled for Gemma."""
 PLACES = ("colocated", "split", "moved")
 """On the decode worker; prefilled by the other one; from the third turn on with KV from the other."""
 TURNS, SAID, ANSWERED = 5, 37, 24
@@ -87,8 +89,7 @@ def workers(
     """Start a prefill worker and a decode worker that draft by a method."""
     options |= {"model": str(family[method])} if method in family else {"skip_layers": [1]}
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=NUM_DRAFTED, **options)
-    is_compiled = method in ("eagle", "mtp", "dflash")  # for Gemma
-    compile = "off" if is_compiled else "auto"
+    compile = "off" if method in COMPILED else "auto"
     limits = {"block_size": 16, "max_num_seqs": 4, "compile": compile}
     config = tiny_config(family["target"], speculative_config=speculative, **limits)
     with Cluster() as cluster:
