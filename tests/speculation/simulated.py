@@ -160,8 +160,7 @@ class SimulatedServer:
 
     def _prefill(self, running: Running) -> None:
         """Prefill a prompt beside the step."""
-        if self.controller.estimator.window is not None:
-            self.controller.estimator.window.is_clean = False
+        self.controller.estimator.disturb()
         running.request.unread = PROMPT if self.profile.per_read else 0
         seconds = PREFILL * PROMPT
         if self.profile.reads_prompts and self.fixed != 0:
