@@ -209,7 +209,9 @@ def test_what_drafts_bring_on_a_gpu_equals_the_profile() -> None:
     text = " ".join(section(HEADING).split())
     assert f"decoding gains {gain(1, 1152):.2f} times at one request" in text
     never = next(requests for requests in itertools.count(1) if gain(requests, 0) <= 1)
-    assert f"gains nothing from {never} requests on" in text
+    assert f"ends at {never * (drafted + 1)} rows: it gains nothing from {never} requests on" in text
+    ridge = costs.step_s / costs.row_s
+    assert f"Rows pass the ridge of {ridge:.0f} at {ridge / (drafted + 1):.0f} requests" in text
     assert f"it still gains {gain(64, 1152):.2f} at 64 and {gain(256, 1152):.2f} at 256" in text
 
 
