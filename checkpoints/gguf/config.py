@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from checkpoints.gguf.families import FAMILIES, FIELDS, need, rope_scaling
+from checkpoints.gguf.families import FAMILIES, FIELDS, family_of, need, rope_scaling
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
 from checkpoints.gguf.tokenizer import build_tokenizer, end_tokens, tokenizer_settings
 from native.ownership import cache_dir, check_own, locked, own_folder
@@ -29,12 +29,9 @@ NO_TOKENIZER = "no_tokenizer.txt"
 
 def hf_config(file: GgufFile) -> dict[str, Any]:
     """Return the content of `config.json`. Raises GgufError, naming the field or tensor."""
-    architecture = file.architecture
-    family = FAMILIES.get(architecture)
+    family = family_of(file)
     if family is None:
         return _config_of_transformers(file)
-    if architecture == "llama" and file.get("expert_count"):
-        file.fail("llama.expert_count: experts of the architecture llama (Mixtral) are not supported")
     fields = FIELDS | family.fields
     config = {ours: need(file, name) for name, ours in fields.items() if ours}
     heads = config["num_attention_heads"]

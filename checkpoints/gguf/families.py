@@ -268,3 +268,15 @@ FAMILIES = {
     ),
 }
 """Architectures whose tensors are read as stored, by the name in `general.architecture`."""
+_MIXTRAL = Architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+)
+
+
+def family_of(file: GgufFile) -> Architecture | None:
+    """Return the file's architecture if it is read natively. llama.cpp calls Mixtral a llama with experts."""
+    if file.architecture == "llama" and file.get("expert_count"):
+        return _MIXTRAL
+    return FAMILIES.get(file.architecture)
