@@ -108,7 +108,7 @@ def _dtype(file: GgufFile) -> str:
     return "float32" if matrices <= {GGMLQuantizationType.F32} else "bfloat16"
 
 
-_LAYOUT = 3
+_LAYOUT = 4
 """Version of the folder's content; raise it when the content written for a file changes."""
 
 

@@ -63,6 +63,8 @@ def rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     scaling = {"rope_type": kind, "factor": need(file, "rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = need(file, "rope.scaling.original_context_length")
+        betas = {name: file.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        scaling |= {name: value for name, value in betas.items() if value is not None}
     return {"rope_scaling": scaling}
 
 
@@ -225,6 +227,33 @@ def _qwen35(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mistral3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope scaling, with Llama 4's of queries by their positions."""
+    scaling = rope_scaling(file, config).get("rope_scaling", {"rope_type": "default"})
+    original = {"original_max_position_embeddings": config["max_position_embeddings"]}
+    more = {"llama_4_scaling_beta": need(file, "attention.temperature_scale")}
+    if scaling["rope_type"] == "yarn":
+        more |= {"mscale": 1.0, "mscale_all_dim": file.get("rope.scaling.yarn_log_multiplier", 0.0)}
+    return {"rope_scaling": original | scaling | more}
+
+
+def _glm4_moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return GLM 4.5's own fields. The blocks of an MTP head are no layers."""
+    rope = rope_scaling(file, config).get("rope_scaling", {"rope_type": "default"})
+    rotated = file.get("rope.dimension_count", config["head_dim"])
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - file.get("nextn_predict_layers", 0),
+        "num_nextn_predict_layers": 0,
+        "n_shared_experts": file.get("expert_shared_count", 0),
+        "first_k_dense_replace": file.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": file.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": file.get("expert_weights_norm", False),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+        "rope_scaling": rope | {"partial_rotary_factor": rotated / config["head_dim"]},
+    }
+
+
 def _lfm2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return LFM2's own fields. Layers without key heads are convolutions."""
     heads = file.need("lfm2.attention.head_count_kv", list)
@@ -259,6 +288,10 @@ FAMILIES = {
         | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size", "feed_forward_length": ""},
         _qwen35,
     ),
+    "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", more=_mistral3),
+    "glm4moe": Architecture(
+        "glm4_moe", "Glm4MoeForCausalLM", _EXPERT_FIELDS | {"expert_count": "n_routed_experts"}, _glm4_moe
+    ),
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", more=_lfm2),
     "gpt-oss": Architecture(
         "gpt_oss",
@@ -276,7 +309,12 @@ _MIXTRAL = Architecture(
 
 
 def family_of(file: GgufFile) -> Architecture | None:
-    """Return the file's architecture if it is read natively. llama.cpp calls Mixtral a llama with experts."""
+    """Return the file's architecture if it is read natively.
+
+    llama.cpp calls Mixtral a llama with experts, and Mistral Small 3 a Ministral without scaled queries.
+    """
     if file.architecture == "llama" and file.get("expert_count"):
         return _MIXTRAL
+    if file.architecture == "mistral3" and not file.get("attention.temperature_scale"):
+        return FAMILIES["llama"]
     return FAMILIES.get(file.architecture)

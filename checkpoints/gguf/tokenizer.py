@@ -56,7 +56,7 @@ SPLITS = (
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"),
         Split(_LLAMA3, takes_whole_words=True),
     )
-    | dict.fromkeys(("dbrx", "smaug-bpe"), Split(_LLAMA3))
+    | dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), Split(_LLAMA3))
     | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Split(_QWEN2, composes=True))
     | {"qwen35": Split(_QWEN35, composes=True), "tekken": Split(_TEKKEN, takes_whole_words=True)}
     | dict.fromkeys(("gpt-4o", "llama4"), Split(_GPT4O))

@@ -32,6 +32,8 @@ _SHIFTED = ("gemma2", "gemma3", "qwen35", "qwen35moe")
 """Architectures whose norms are stored with 1 added to their weights."""
 _BY_VALUE_HEAD = ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta", "attn_gate", "attn_qkv", "ssm_conv1d")
 """Layers of Qwen3.5 with an output, or several, for each value head."""
+_EXACT = ("exp_probs_b.bias", "ffn_gate_inp.weight")
+"""Tensors whose rounding would choose other experts; some models keep them in float32."""
 _EXPERT_LAYERS = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}
 
 
@@ -114,6 +116,8 @@ class _Reader:
             layer, suffix = parameter, "weight"
         elif suffix == "dt_bias":
             layer, suffix = f"{layer}.dt_proj", "bias"
+        elif suffix == "e_score_correction_bias":
+            layer, suffix = f"{layer}.e_score_correction", "bias"
         elif part == "router" and suffix == "scale":
             layer = f"{layer}.proj"
         elif suffix == "per_expert_scale":
@@ -214,6 +218,8 @@ class _Reader:
         """Return a tensor's values in the model's dtype."""
         if self._file.architecture in _SHIFTED and _is_shifted(tensor.name):
             return (dequantized(tensor, torch.float32) - 1).to(self._dtype)  # llama.cpp stores w + 1
+        if tensor.name.endswith(_EXACT):
+            return dequantized(tensor, torch.float32)
         values = dequantized(tensor, self._dtype)
         if tensor.name.endswith("ssm_a"):
             values = (-dequantized(tensor, torch.float32)).log().to(self._dtype)
@@ -225,12 +231,12 @@ class _Reader:
         """Return the places of the model's outputs in the tensor, or None if the order is equal.
 
         llama.cpp rotates neighbours and Transformers the halves of a head, so the outputs of queries and keys
-        are interleaved in the architecture llama.
+        are interleaved in the architectures llama and mistral3.
         """
         kind = _kind(tensor)
         if self._file.architecture.startswith("qwen35"):
             return self._order_of_heads(tensor.shape[0]) if kind in _BY_VALUE_HEAD else None
-        if self._file.architecture != "llama" or kind not in ("attn_q", "attn_k"):
+        if self._file.architecture not in ("llama", "mistral3") or kind not in ("attn_q", "attn_k"):
             return None
         count = self._config.num_attention_heads if kind == "attn_q" else self._config.num_key_value_heads
         return torch.arange(tensor.shape[0]).view(count, -1, 2).transpose(1, 2).flatten()

@@ -127,6 +127,8 @@ def _tensors(
             continue
         if suffix == "dt_bias":
             layer, suffix = f"{layer}.dt_proj", "bias"
+        if suffix == "e_score_correction_bias":
+            layer, suffix = f"{layer}.e_score_correction", "bias"
         if (
             architecture in ("gemma2", "gemma3", "qwen35", "qwen35moe")
             and layer.endswith("norm")
@@ -136,7 +138,7 @@ def _tensors(
         if layer.endswith((".conv1d", ".conv.conv")):
             yield f"{names.get_name(layer)}.{suffix}", _encoded(values.squeeze(1), F32)
             continue
-        if architecture == "llama" and layer.endswith(("q_proj", "k_proj")):
+        if architecture in ("llama", "mistral3") and layer.endswith(("q_proj", "k_proj")):
             heads = len(values) // model.config.head_dim
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         yield f"{names.get_name(layer)}.{suffix}", _encoded(values, kind)

@@ -58,6 +58,22 @@ QWEN35 = {
     "rope.dimension_sections": [2, 1, 1, 0],
 }
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+MINISTRAL = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+    "rope.scaling.yarn_beta_fast": 8.0,
+    "rope.scaling.yarn_beta_slow": 2.0,
+    "rope.scaling.yarn_log_multiplier": 1.0,
+    "attention.temperature_scale": 0.5,
+}
+GLM4_MOE: dict[str, Any] = EXPERTS | {
+    "expert_shared_count": 1,
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.5,
+    "expert_weights_norm": True,
+    "rope.dimension_count": 8,
+}
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mixtral": {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1e6},
@@ -76,6 +92,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "gpt-oss": WINDOW | {"expert_count": 4, "expert_used_count": 2},
     "qwen35": QWEN35,
     "qwen35moe": QWEN35 | EXPERTS | {"expert_shared_feed_forward_length": 48},
+    "mistral": {},
+    "mistral3": MINISTRAL,
+    "glm4moe": GLM4_MOE,
     "lfm2": {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3},
     "stablelm": {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4},
     "starcoder2": {"attention.layer_norm_epsilon": 1e-5},
@@ -106,6 +125,29 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "qwen35": QWEN35_SHAPE,
     "qwen35moe": QWEN35_SHAPE,
+    "mistral": {"sliding_window": None},
+    "mistral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 8.0,
+            "beta_slow": 2.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "glm4moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+    },
     "lfm2": {"block_auto_adjust_ff_dim": False, "rope_parameters": ROPE},
 }
 """Fields that a GGUF file does not state, since llama.cpp derives them from the architecture."""
@@ -116,7 +158,11 @@ MODEL_TYPES = {
     "gpt-oss": "gpt_oss",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
+    "mistral3": "ministral3",
+    "glm4moe": "glm4_moe",
 }
+NAMES_IN_FILES = {"mixtral": "llama", "mistral": "mistral3"}
+"""llama.cpp's names of architectures that share theirs with another one."""
 
 
 @pytest.fixture(autouse=True)
@@ -143,8 +189,7 @@ def test_tokens_are_the_models(architecture: str, tmp_path: Path) -> None:
     model = model_of(architecture, tmp_path / "hf")
     path = tmp_path / "model.gguf"
     more = {"rope_freqs.weight": (ROTATED, F32)} if architecture == "gemma4" else {}
-    written = {"mixtral": "llama"}.get(architecture, architecture)  # llama.cpp has one name for both
-    write_gguf(path, written, model, more=more, **FIELDS[architecture])
+    write_gguf(path, NAMES_IN_FILES.get(architecture, architecture), model, more=more, **FIELDS[architecture])
     requests = [ask(f"r{n}", prompt_of(n, n), 12, ignore_eos=True) for n in (5, 40)]
     found = tokens(run(Engine(config_of(path)), requests))
     assert found == tokens(run(Engine(config_of(tmp_path / "hf")), requests))
@@ -243,6 +288,19 @@ def test_qwen35_keeps_its_matrices_quantized_in_the_models_order(
     for name, linear in kept.items():
         expected = read.get_parameter(f"{name}.weight")
         torch.testing.assert_close(linear.quantized.dequantized(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_what_chooses_experts_of_glm_is_not_rounded(tmp_path: Path) -> None:
+    model, path = model_of("glm4moe", tmp_path / "hf"), tmp_path / "model.gguf"
+    gate = "model.layers.1.mlp.gate"
+    torch.nn.init.normal_(model.get_buffer(f"{gate}.e_score_correction_bias"))
+    write_gguf(path, "glm4moe", model, **GLM4_MOE)
+    read = {name: each for name, each in read_gguf(path).tensors.items() if name.startswith("blk.1.")}
+    loaded = load_model(replace(config_of(path), dtype="bfloat16")).model.get_submodule(gate)
+    assert torch.equal(
+        loaded.e_score_correction_bias, dequantized(read["blk.1.exp_probs_b.bias"], torch.float32)
+    )
+    assert torch.equal(loaded.weight, dequantized(read["blk.1.ffn_gate_inp.weight"], torch.float32))
 
 
 def test_blocks_of_an_mtp_head_are_left_out(tmp_path: Path) -> None:
