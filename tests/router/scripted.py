@@ -7,6 +7,7 @@ import json
 from protocol.config import ServeConfig
 from router.parsing.formats import TOOL_FORMATS
 from tests.router.conftest import RunningRouter, byte_level_tokenizer
+from tests.router.fake_worker import FakeWorker
 from tests.router.router_clients import openai_client
 
 ASK = [{"role": "user", "content": "Is it raining in Paris?"}]
@@ -41,12 +42,20 @@ class Scripted:
         self.router = RunningRouter(config)
         self.says = ""
         self.tokenizer = self.router.server.state.tokenizer
-        self.worker = self.router.add_worker(
-            script=lambda request: [*self.tokenizer.encode(self.says, add_special_tokens=False), 0],
+        self.worker = self.add_worker("decode-0")
+        self.client = openai_client(self.router.url)
+
+    def tokens(self) -> list[int]:
+        return [*self.tokenizer.encode(self.says, add_special_tokens=False), 0]
+
+    def add_worker(self, name: str) -> FakeWorker:
+        return self.router.add_worker(
+            name,
+            script=lambda request: self.tokens(),
             finish_reason="stop",
             tokens_per_step=3,
+            max_model_len=1024,
         )
-        self.client = openai_client(self.router.url)
 
     def close(self) -> None:
         self.client.close()
