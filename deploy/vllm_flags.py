@@ -105,7 +105,7 @@ NEEDLESS: Mapping[str, str] = {
         max-num-scheduled-tokens= multi-step-stream-outputs
         num-lookahead-slots= num-scheduler-steps= prefill-schedule-interval= scheduler-delay-factor=
         scheduler-reserve-full-isl stream-interval= use-v2-block-manager watermark=""",
-    "a request's priority always counts; equal ones take turns by API key": "scheduling-policy=",
+    "a request's priority always counts; then API keys, else addresses, take turns": "scheduling-policy=",
     "prompts and answers are never logged; --enable-log-requests logs a line for each finished request": """
         aggregate-engine-logging disable-access-log-for-endpoints= disable-log-requests disable-log-stats
         disable-uvicorn-access-log max-log-len= uvicorn-log-level=""",
