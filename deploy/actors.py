@@ -32,13 +32,15 @@ PATIENCE_SHARE = 0.9
 @dataclass(frozen=True)
 class ActorState:
     """An actor's state: its process id, what the start of its worker `waits_for`, why the worker is `stuck`
-    (if it is stopped), and why templates were `replaced` since the actor began.
+    (if it is stopped), why templates were `replaced` since the actor began, and whether the worker
+    `is_stopped` now.
     """
 
     pid: int
     waits_for: str = ""
     stuck: str = ""
     replaced: tuple[str, ...] = ()
+    is_stopped: bool = False
 
 
 class WorkerActor:
@@ -74,7 +76,8 @@ class WorkerActor:
             watch.look()
             waits_for = f"process {watch.pid} ({watch.state}) to get its model ready"
         stuck = watch.stopped if watch is not None else ""
-        return ActorState(os.getpid(), waits_for, stuck, tuple(self._template.replaced))
+        is_stopped = watch is not None and watch.is_stopped
+        return ActorState(os.getpid(), waits_for, stuck, tuple(self._template.replaced), is_stopped)
 
     def run(self, encoded: bytes) -> WorkerExit:
         """Run the worker of the encoded `Launch`. Returns how it ended."""

@@ -68,14 +68,18 @@ class ProcessWatch:
         except psutil.NoSuchProcess:
             self.state = psutil.STATUS_DEAD
             return
-        is_stopped = self.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        self._stopped_s = self._stopped_s + passed_s if is_stopped else 0.0
+        self._stopped_s = self._stopped_s + passed_s if self.is_stopped else 0.0
         self._idle_s = self._idle_s + passed_s if core_s == self._core_s else 0.0
         self._core_s = core_s
 
     @property
     def has_ended(self) -> bool:
         return self.state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process was stopped at the last look."""
+        return self.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     @property
     def stopped(self) -> str:

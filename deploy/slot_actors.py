@@ -61,6 +61,14 @@ class Actors:
         """
         return self._forks and self._cluster.is_local and slot.node is not None and slot.node.gpus <= 1
 
+    def was_stopped(self, slot: Slot) -> bool:
+        """Return whether the silent worker's actor, if it has answered, found the worker stopped."""
+        with contextlib.suppress(RayError):
+            if slot.ping is not None and ray.wait([slot.ping], timeout=0)[0]:
+                state: ActorState = ray.get(slot.ping)
+                return state.is_stopped
+        return False
+
     def kill(self, slot: Slot) -> None:
         """Kill the worker, even if it is stopped and reads no message."""
         answers = slot.ping is None or bool(ray.wait([slot.ping], timeout=0)[0])

@@ -153,7 +153,7 @@ class Slot:
     def note_death(self, vanished: bool, now: float) -> float:
         """Return the seconds until the next start: 0 unless the worker fails repeatedly.
 
-        A ready worker whose process `vanished` was killed from outside; a worker that fails gives a reason.
+        A ready worker that `vanished` was killed or stopped from outside; a worker that fails gives a reason.
         """
         lived = now - self.ready_since if self.ready_since is not None else 0.0
         if lived > STABLE_S:

@@ -287,8 +287,9 @@ class Supervisor:
         if slot.ping is None:
             slot.ping = slot.actor.look.remote()
         if silence_s > 2 * self._config.worker_timeout:
+            was_stopped = self._actors.was_stopped(slot)
             self._actors.kill(slot)
-            self._on_ended(slot, f"it sent nothing for {silence_s:.1f} s")
+            self._on_ended(slot, f"it sent nothing for {silence_s:.1f} s", vanished=was_stopped)
 
     def _on_exit(self, slot: Slot, ref: Any) -> None:
         """Handle the end of a worker's process, or of its actor's process."""
@@ -308,7 +309,9 @@ class Supervisor:
         self._on_ended(slot, end.reason or "it ended", vanished=end.was_killed, by_host=by_host)
 
     def _on_ended(self, slot: Slot, reason: str, vanished: bool = False, by_host: bool = False) -> None:
-        """Restart or forget an ended worker. `vanished`: killed from outside. `by_host`: its host's fault."""
+        """Restart or forget an ended worker. `vanished`: it was killed or stopped from outside. `by_host`:
+        its host is at fault.
+        """
         self._router.mark_dead(slot.worker_id, slot.incarnation, reason)
         slot.ended = None
         if self._stop.is_set():

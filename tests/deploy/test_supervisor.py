@@ -12,6 +12,7 @@ import pytest
 from deploy.config import speculative_config
 from deploy.slot_actors import StartFault, StartWatch
 from deploy.slots import (
+    FRAIL_S,
     LONGEST_BACKOFF_S,
     STABLE_S,
     UNTOLD_S,
@@ -163,6 +164,20 @@ def test_a_worker_that_is_killed_at_its_first_start_gets_a_second_one(added: boo
     else:
         with pytest.raises(StartUpError, match="worker decode-0 cannot start: killed"):
             supervisor._on_ended(slot, "killed", vanished=True)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_only_workers_that_fall_silent_by_themselves_wait_longer_each_time(stopped: bool) -> None:
+    supervisor, slot, done = starting()
+    supervisor._actors.was_stopped = lambda slot: stopped
+    slot.actor, slot.was_ready, pauses = SimpleNamespace(look=SimpleNamespace(remote=object)), True, []
+    for _ in range(3):
+        now = time.monotonic()
+        slot.ready_since = now - FRAIL_S - 1
+        supervisor._judge_silence(slot, 10.0)
+        pauses.append(round(slot.start_at - now, 1))
+    assert pauses == ([0.0, 0.0, 0.0] if stopped else [0.0, 0.5, 1.0])
+    assert done == ["killed", "worker"] * 3
 
 
 def test_a_worker_whose_start_takes_too_long_gets_another_actor() -> None:
