@@ -193,7 +193,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "jamba": {**_MOE, "mamba_d_state": 8, "attn_layer_period": 3, "attn_layer_offset": 1},
     "minimax": {**_MOE, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
 }
-"""Models with recurrent layers. Transformers has the functions that they call since 5.23."""
+"""Models with recurrent layers."""
 
 
 def prompt(length: int, seed: int | None = None) -> list[int]:

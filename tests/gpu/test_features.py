@@ -16,12 +16,10 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import write_model
 from tests.engine.adapter_files import merge, write_adapter
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.gpu.test_tokens import LENGTHS, NUM_TOKENS, drafts_too, engine_of, generate, prompts
 from tests.worker.tiny_model import greedy, load
 
 
-@needs_hooks
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "falcon_h1"])
 @drafts_too
 def test_hybrids_give_the_tokens_of_generate(

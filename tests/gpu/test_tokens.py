@@ -20,7 +20,6 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import SpeculativeConfig
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import ARCHITECTURES, HYBRIDS, VOCAB_SIZE, write_model
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.quantization.quantized_model import EXPERTS, write_quantized
 from tests.worker.tiny_model import greedy, load
 
@@ -122,10 +121,7 @@ own modules, graphs or the same padded shapes without them, or each step's own.
 
 
 @drafts_too
-@pytest.mark.parametrize(
-    ("model_type", "options", "ways"),
-    [pytest.param(*each, marks=needs_hooks if each[0] in HYBRIDS else []) for each in WAYS],
-)
+@pytest.mark.parametrize(("model_type", "options", "ways"), WAYS)
 def test_every_way_to_run_gives_the_same_tokens(
     model_type: str,
     options: dict[str, Any],

@@ -24,7 +24,6 @@ from speculation import self_speculative as self_drafter
 from speculation.draft_model import DraftModel, DraftStateSlots
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.speculation import scripted
 from tests.speculation.methods import CRAMPED, METHODS, Given, write_heads
 from tests.speculation.methods import requests as sampled_requests
@@ -41,8 +40,6 @@ from tests.speculation.small_engine import (
     write_noisy,
 )
 from tests.worker.tiny_model import greedy, load
-
-pytestmark = needs_hooks
 
 MODELS = ["qwen3_next", "falcon_h1", "jamba", "lfm2"]
 LENGTHS = [1, 14, 16, 31, 50]

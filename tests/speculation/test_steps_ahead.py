@@ -16,7 +16,6 @@ from protocol.sampling import SamplingParams
 from protocol.speculation import RequestSpeculation, SpeculativeConfig
 from speculation.speculator import BatchSpeculator
 from tests.e2e.architectures import write_model
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.late_device import LateDevice, put_on_late_device
 from tests.speculation.small_engine import prompt_of, small_config
 from worker.setup import build_engine
@@ -131,7 +130,6 @@ def test_a_request_that_starts_to_speculate(make_engine: MakeEngine) -> None:
     assert play.num_verified > 0
 
 
-@needs_hooks
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "nemotron_h"])
 def test_drafts_of_a_model_with_recurrent_layers(tmp_path: Path, model_type: str) -> None:
     """After steps launched ahead, the state may still be one grid point behind."""

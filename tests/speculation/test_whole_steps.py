@@ -41,7 +41,6 @@ from speculation.drafter import Drafter
 from speculation.speculator import BatchSpeculator
 from speculation.verification.verify import prepare, verify
 from tests.engine.absent_gpu import DEVICE_MS, GPU, ROOT, AbsentGpu, absent_gpu
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.step.test_host_waits import CountedGraphs, hybrid, qwen3
 from tests.speculation import eagle_files, medusa_files
 
@@ -183,7 +182,6 @@ def test_a_step_without_drafts(steps: MakeSteps, sampling: dict[str, Any], draft
         assert made.gpu.uploads == 2  # the rows, and the sampler's inputs
 
 
-@needs_hooks
 def test_a_step_of_a_model_with_recurrent_layers(steps: MakeSteps) -> None:
     """Across a grid point, with copies of kept states."""
     made = steps(loaded=hybrid(), max_num_seqs=2).ask("ab", length=20, max_tokens=29, temperature=0.0)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +40,6 @@ from protocol.config import ServeConfig
 from protocol.requests import Adapter
 from tests.e2e.architectures import VOCAB_SIZE, config_of
 from tests.engine.adapter_files import write_adapter
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.kernels import CPU, needs_kernel
 from tests.engine.program_models import ATTENTION, RECURRENT, write
 
@@ -60,7 +60,7 @@ CASES = [
 ]
 """Models, and their weights that are rounded. The head of `llama-biases` shares its embeddings' weights."""
 
-pytestmark = [needs_hooks, needs_kernel]
+pytestmark = needs_kernel
 
 
 class Model:
@@ -142,6 +142,13 @@ def conversations(seed: int = 0) -> list[list[SequenceRows]]:
     ]
 
 
+def skip_rounded_elsewhere(name: str) -> None:
+    """Skip models whose modules round at other places in earlier releases, as norms before their weights."""
+    release = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if release < (5, 24) and name in ("granite-experts", "nemotron_h", "nemotron-experts"):
+        pytest.skip("this Transformers rounds bfloat16 at other places")
+
+
 def are_same(ours: Tensor, theirs: Tensor, slack: float = 1.0, swaps: float = 0.0) -> bool:
     """Tell whether results agree. A norm's float32 sum is taken in another order, so rarely a value is
     rounded the other way.
@@ -173,6 +180,8 @@ def test_logits_hidden_states_and_stored_values_equal_the_modules(
     If experts are swapped in a prompt's row, all rows that see its keys and values differ. This may happen
     in one of several conversations with such a model.
     """
+    if rounded == "nothing":
+        skip_rounded_elsewhere(name)
     known: dict[str, dict[str, Any]] = {"nothing": {}, "the LM head": {"quantize_lm_head": True}}
     models = both(folder_of(name), (1, 3), **known.get(rounded, {"quantization": rounded}))
     same = []
@@ -279,6 +288,7 @@ def test_changing_the_number_of_threads_changes_no_bit(
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in EXPANDED])
 def test_adapters_equal_the_modules(folder_of: Callable[[str], Path], name: str, tmp_path: Path) -> None:
     """One adapter of all linear layers and one of some, in a batch with a text without."""
+    skip_rounded_elsewhere(name)
     folder = folder_of(name)
     some = "q_proj", "v_proj", "down_proj", "out_proj"
     paths = [

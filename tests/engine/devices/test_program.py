@@ -20,13 +20,11 @@ from engine.load.loader import load_model
 from engine.load.select import build_runner
 from protocol.config import ServeConfig
 from tests.e2e.architectures import VOCAB_SIZE
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.kernels import CPU
 from tests.engine.program_models import MODELS, write
 from tests.engine.reference import reference
 
 HIDDEN_LAYERS = 1, 3
-pytestmark = needs_hooks
 
 
 @pytest.mark.parametrize("name", MODELS)

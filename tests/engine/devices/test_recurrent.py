@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-import transformers
 
 from engine.batch.runner import StepOperators
 from engine.devices.cpu.recurrent.native import CpuOperators
@@ -14,11 +13,6 @@ from engine.devices.torch.recurrent import TorchOperators
 from engine.engine import Engine
 from engine.kv.state_slots import GRID, RowSpan, StateLayout, StateSlots
 from tests.engine.recurrent_texts import LAYERS, Text, drafted, served, served_ahead, token_by_token
-
-needs_hooks = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23),
-    reason="this Transformers' recurrent layers call other functions",
-)
 
 MATES = 2
 

@@ -13,11 +13,9 @@ from kvtransfer.blocks.layout import conversion_problem
 from protocol.errors import ConfigError
 from protocol.outputs import TokenOutput
 from tests.e2e.architectures import write_model
-from tests.engine.devices.test_recurrent import assert_empty, needs_hooks, room_of
+from tests.engine.devices.test_recurrent import assert_empty, room_of
 from tests.engine.test_engine import Make, ask, prompt_of, run, tiny_engine, tokens
 from tests.worker.tiny_model import assert_greedy
-
-pytestmark = needs_hooks
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import pytest
 from engine.engine import Engine
 from protocol.outputs import TokenOutput
 from tests.e2e.architectures import write_model
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.kv.test_tiers_engine import assert_empty
 from tests.engine.test_engine import ask, prompt_of, run, tiny_engine, tokens
 from tests.worker.tiny_model import assert_greedy, load
@@ -39,7 +38,6 @@ def engine_of(folder: Path, num_blocks: int, tiers: str, disk: Path) -> Engine:
     return tiny_engine(folder, **options)
 
 
-@needs_hooks
 @pytest.mark.parametrize(
     ("kind", "tiers"),
     [("full", "disk"), ("window", "none"), ("window", "disk"), ("windows", "host"), ("states", "host")],

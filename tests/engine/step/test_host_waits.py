@@ -39,7 +39,6 @@ from protocol.config import ServeConfig
 from protocol.speculation import SpeculativeConfig
 from tests.e2e.architectures import config_of
 from tests.engine.absent_gpu import GPU, AbsentGpu, absent_gpu
-from tests.engine.devices.test_recurrent import needs_hooks
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 16
 
@@ -164,7 +163,6 @@ def hybrid_pool(loaded: LoadedModel) -> KVPool:
     return KVPool(PoolLayout((loaded.kv_group,), 16, loaded.recurrent.state, 3), 64, GPU, None)
 
 
-@needs_hooks
 def test_a_model_with_recurrent_layers(gpu: AbsentGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, decode rows, and a tree of which some drafts are accepted."""
     loaded = hybrid()
@@ -184,7 +182,6 @@ def test_a_model_with_recurrent_layers(gpu: AbsentGpu, monkeypatch: pytest.Monke
     assert gpu.launches["convolve"] == gpu.launches["attend"] - 3 == gpu.launches["keep"] == 6
 
 
-@needs_hooks
 @pytest.mark.parametrize("adapter", [0, 1])
 def test_steps_of_a_model_with_recurrent_layers_are_captured(gpu: AbsentGpu, adapter: int) -> None:
     """Decode rows and drafts to verify are one launch. A prompt is launched kernel by kernel."""

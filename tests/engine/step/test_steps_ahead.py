@@ -21,7 +21,6 @@ from protocol.outputs import TokenOutput
 from protocol.requests import EngineRequest
 from protocol.sampling import SamplingParams
 from tests.e2e.architectures import write_model
-from tests.engine.devices.test_recurrent import needs_hooks
 from tests.engine.late_device import LateDevice, put_on_late_device
 from tests.engine.test_engine import prompt_of, tokens
 from tests.worker.tiny_model import VOCAB_SIZE
@@ -175,7 +174,6 @@ CASES += [(model_type, seed, ROOMY) for seed, model_type in enumerate(HYBRIDS)]
 CASES += [(model_type, seed, TIGHT) for seed, model_type in enumerate(HYBRIDS[:2])]
 
 
-@needs_hooks
 @pytest.mark.parametrize(("model_type", "seed", "num_blocks"), CASES)
 def test_tokens_and_states_equal_those_of_steps_one_after_another(
     make_engine: MakeEngine, model_type: str, seed: int, num_blocks: int
@@ -206,7 +204,6 @@ def test_tokens_and_states_equal_those_of_steps_one_after_another(
         torch.testing.assert_close(ours[identity], theirs[identity], atol=1e-4, rtol=1e-4)
 
 
-@needs_hooks
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_a_lone_sequence_has_the_same_bits(make_engine: MakeEngine, model_type: str) -> None:
     """Each step has the same rows as without steps ahead. It stops before, at and after grid points."""
