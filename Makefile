@@ -9,7 +9,7 @@ LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-header --n
 RUN_TESTS = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all test-costs pytest pytest-all lint lock pin sbom gpu-report clean
+.PHONY: help install serve test test-all test-costs test-releases pytest pytest-all lint lock pin sbom gpu-report clean
 
 help:  ## Show what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,10 @@ test-all: .venv/.compiled  ## Run the checks beside all tests, the randomized on
 
 test-costs: .venv/.compiled  ## Run all tests and write what they cost to tests/costs.json
 	$(RUN_TESTS) --tier full --seed 0 --record-costs $(PYTEST_ARGS)
+
+RELEASE_TESTS = engine checkpoints speculation quantization protocol costs gpu
+test-releases:  ## Test the engine with the releases of PyTorch and Transformers that PYTHON has, but for Triton's interpreter
+	env OMP_NUM_THREADS=1 $(PYTHON) -m pytest --tier full -rs -k "not interpreted" $(RELEASE_TESTS:%=tests/%) $(PYTEST_ARGS)
 
 pytest: .venv/.compiled
 	$(RUN_TESTS) --tier fast $(PYTEST_ARGS)
