@@ -56,7 +56,9 @@ KINDS = [
     (Shape(FP32, "fp8_row_scales", 1, 7, 8, 32, 5), Options(sinks=True), ""),
     (Shape(BF16, "fp8_row_scales", 2, 3, 16, 16, 32), Options(sliding_window=1), "first keys"),
 ]
-"""Layers, and what rows may have. They are few, since Triton takes seconds to compile the kernels of each."""
+"""Layers, and what rows may have. They are few, since Triton takes seconds to compile the kernels of each.
+`test_further_forms.py` has all others.
+"""
 
 
 @st.composite
@@ -81,17 +83,15 @@ SHAPES = [
 ]
 LATENT = Shape(BF16, "none", 1, 40, 576, 512, values_in_keys=True)
 OTHER_FORMATS = [each for each in FORMATS if each != (BF16, "none")]
+LAYERS = [
+    *((Shape(BF16, "none", 2, 4, 128, 128), options) for options in OPTIONS),
+    *((Shape(*each, 2, 4, 128, 128), options) for each, options in zip(OTHER_FORMATS, cycle(OPTIONS))),
+    *((shape, OPTIONS[0]) for shape in (*SHAPES, LATENT)),
+]
+"""Layers of long contexts. `test_further_forms.py` has the others."""
 
 
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        *((Shape(BF16, "none", 2, 4, 128, 128), options) for options in OPTIONS),
-        *((Shape(*each, 2, 4, 128, 128), options) for each, options in zip(OTHER_FORMATS, cycle(OPTIONS))),
-        *((shape, OPTIONS[0]) for shape in (*SHAPES, LATENT)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "options"), LAYERS, ids=str)
 def test_long_contexts(shape: Shape, options: Options) -> None:
     check(Case(shape, options, LONG, padding=2))
 

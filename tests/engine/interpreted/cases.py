@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -111,8 +112,8 @@ FORMATS = [
 
 
 @st.composite
-def cases(draw: Any) -> Case:
-    dtype, quantization = draw(st.sampled_from(FORMATS))
+def cases(draw: Any, formats: Collection[tuple[torch.dtype, str]] = FORMATS) -> Case:
+    dtype, quantization = draw(st.sampled_from([*formats]))
     dims = [(16, 16), (40, 24), (64, 64), (8, 32)]
     if quantization == "none":
         dims.append((33, 17))
