@@ -167,11 +167,11 @@ def test_structs_lie_in_memory_like_those_of_the_compiler(
 
 
 def test_types_that_python_does_not_know_are_refused(tmp_path: Path) -> None:
-    source_of = tmp_path / "one.cpp"
+    path = tmp_path / "one.cpp"
     for kind in ("size_t", "uint8_t", "const float", "Settings"):
-        source_of.write_text(f'extern "C" void tandem_one(const char* text, {kind} number) {{\n}}\n')
+        path.write_text(f'extern "C" void tandem_one(const char* text, {kind} number) {{\n}}\n')
         with pytest.raises(AssertionError, match=f"tandem_one has types that Python does not know: .*{kind}"):
-            list(prototypes(source_of))
+            list(prototypes(path))
 
 
 def source_of(path: str) -> str:
