@@ -152,7 +152,7 @@ def draft(target: Any, assistant: Any, token_ids: list[int], count: int) -> list
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_drafts_are_those_of_transformers(ordered: bool, tmp_path: Path) -> None:
+def test_assistants_draft_as_in_transformers(ordered: bool, tmp_path: Path) -> None:
     write_model("gemma4_text", tmp_path / "target")
     assistant = write_assistant(tmp_path / "assistant", use_ordered_embeddings=ordered)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)

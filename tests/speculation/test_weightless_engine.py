@@ -159,7 +159,7 @@ def naive(text: list[int], count: int, shortest: int, longest: int) -> list[int]
         ([8, 1, 2, 3, 1, 2], [3, 1, 2]),
     ],
 )
-def test_it_drafts_what_followed_before(text: list[int], want: list[int]) -> None:
+def test_ngram_drafts_what_followed_before(text: list[int], want: list[int]) -> None:
     assert draft(text, 3) == want
 
 
@@ -180,7 +180,7 @@ TOKENS = st.integers(1, 3) | st.integers(1, 40)
     st.integers(1, 3),
     st.integers(0, 4),
 )
-def test_it_equals_the_naive_search(texts: list[list[int]], count: int, shortest: int, more: int) -> None:
+def test_ngram_equals_a_naive_search(texts: list[list[int]], count: int, shortest: int, more: int) -> None:
     sequences: list[SequenceState] = [decoding(text, request_id=str(i)) for i, text in enumerate(texts)]
     counts = [count + i for i in range(len(texts))]
     got = chains(drafter(shortest, shortest + more).propose(sequences, counts))
@@ -201,7 +201,7 @@ class CountingTokens(list[int]):
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=40), min_size=1, max_size=10))
-def test_it_holds_all_tokens_after_any_change(pieces: list[list[int]]) -> None:
+def test_a_text_holds_all_tokens_after_any_change(pieces: list[list[int]]) -> None:
     sequence = decoding(pieces[0])
     text = Text(sequence)
     for piece in [[], *pieces[1:]]:

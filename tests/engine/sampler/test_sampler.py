@@ -144,7 +144,7 @@ def test_a_batch_that_changes_from_step_to_step():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_they_are_the_log_softmax_before_any_processing(dtype):
+def test_logprobs_are_the_log_softmax_before_any_processing(dtype):
     torch.manual_seed(0)
     logits = (3 * torch.randn(4, 300)).to(dtype)
     rows = [
@@ -169,7 +169,7 @@ def test_they_are_the_log_softmax_before_any_processing(dtype):
             assert entry.top_token_ids == row.topk(count).indices.tolist()
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_batch_on_two_threads():
+def test_logprobs_have_the_same_bits_alone_and_in_a_batch_on_two_threads():
     """One row's sum over a large vocabulary is what torch may split between threads."""
     torch.manual_seed(0)
     logits, threads = 4 * torch.randn(32, 50_000), torch.get_num_threads()
