@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from gguf import GGMLQuantizationType
 
 from checkpoints.gguf.families import FAMILIES, FIELDS, family_of, need, rope_scaling
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
-from checkpoints.gguf.tokenizer import build_tokenizer, end_tokens, tokenizer_settings
+from checkpoints.gguf.tokenizer import build_tokenizer, end_tokens, token_id, tokenizer_settings
 from native.ownership import cache_dir, check_own, locked, own_folder
+from protocol.errors import ConfigError
 
 METHOD = "gguf"
 """The `quant_method` in the `quantization_config`."""
@@ -76,9 +78,9 @@ def _quantization(file: GgufFile) -> dict[str, Any]:
 def _special_tokens(file: GgufFile) -> dict[str, Any]:
     ends = end_tokens(file)
     return {
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": token_id(file, "bos"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+        "pad_token_id": token_id(file, "padding"),
     }
 
 
@@ -108,7 +110,7 @@ def _dtype(file: GgufFile) -> str:
     return "float32" if matrices <= {GGMLQuantizationType.F32} else "bfloat16"
 
 
-_LAYOUT = 4
+_LAYOUT = 5
 """Version of the folder's content; raise it when the content written for a file changes."""
 
 
@@ -177,7 +179,8 @@ def _key(path: Path) -> str:
 
 
 def _write(file: GgufFile, folder: Path) -> None:
-    config, settings = hf_config(file), tokenizer_settings(file)
+    with _naming(file, "its metadata"):
+        config, settings = hf_config(file), tokenizer_settings(file)
     folder.mkdir(mode=0o700)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id") if name in config}
     generation = ends | _sampling_defaults(file)
@@ -188,6 +191,20 @@ def _write(file: GgufFile, folder: Path) -> None:
     ):
         (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
     try:
-        build_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
+        with _naming(file, "its tokenizer"):
+            build_tokenizer(file).save(str(folder / "tokenizer.json"), pretty=False)
     except GgufError as error:  # the model can still be served with another tokenizer
         (folder / NO_TOKENIZER).write_text(str(error))
+
+
+@contextlib.contextmanager
+def _naming(file: GgufFile, part: str) -> Iterator[None]:
+    """Let a fault name the file and this part of it: a field may be of any type, and tokenizers raises plain
+    Exception.
+    """
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:
+        file.fail(f"{part} cannot be used: {error!r}")

@@ -43,12 +43,14 @@ class Architecture:
 
 
 def need(file: GgufFile, name: str) -> Any:
-    """Return a field of the architecture. Raises GgufError if it is missing or differs by layer."""
+    """Return a number of the architecture. Raises GgufError if it is missing or differs by layer."""
     value = file.get(name)
     if value is None:
         file.fail(f"{file.architecture}.{name}: is missing")
     if isinstance(value, list):
         file.fail(f"{file.architecture}.{name}: differs by layer, which is not supported")
+    if not isinstance(value, int | float):
+        file.fail(f"{file.architecture}.{name}: is {value!r}, not a number")
     return value
 
 

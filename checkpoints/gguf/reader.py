@@ -77,6 +77,8 @@ def read_gguf(path: Path) -> GgufFile:
     count = first.metadata.get("split.count", 1)
     if count in (0, 1):
         return first
+    if not isinstance(count, int):
+        first.fail(f"split.count: is {count!r}, not a number")
     named = _SHARD.search(path.name)
     if named is None or int(named[1]) != 1 or int(named[2]) != count:
         first.fail(f"split.count: is {count}, so name the first shard, ...-00001-of-{count:05}.gguf")
@@ -167,7 +169,7 @@ class _Parser:
         if kind == _STRING:
             return self._strings(count)
         if kind == _ARRAY:
-            return [self._array() for _ in range(count)]
+            self._fail(f"{self._reading}: has arrays in an array, which no model needs")
         code = self._code(kind)
         return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}"))))
 

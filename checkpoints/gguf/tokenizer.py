@@ -66,6 +66,7 @@ SPLITS = (
 ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|tool_response>"),
     *("<|return|>", "<|call|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]"),
+    *("<eos>", "[EOS]", "<end_of_utterance>"),
 )
 """Tokens that end an answer or a turn in any vocabulary that has them. Many files name only one of theirs."""
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -102,18 +103,24 @@ def end_tokens(file: GgufFile) -> list[int]:
 
     In Harmony `<|end|>` ends a message of an answer that goes on.
     """
-    named = [file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    named = [token_id(file, end) for end in ("eos", "eot", "eom")]
     tokens = file.need("tokenizer.ggml.tokens", list)
     known = {token: place for place, token in enumerate(tokens) if token in ENDS}
-    found = dict.fromkeys([*(each for each in named if isinstance(each, int)), *known.values()])
+    found = dict.fromkeys([*(each for each in named if each is not None), *known.values()])
     if {"<|return|>", "<|call|>", "<|end|>"} <= known.keys():
         del found[known["<|end|>"]]
     return [*found]
 
 
+def token_id(file: GgufFile, role: str) -> int | None:
+    """Return the id that the file names for a role such as `bos`, or None; files write -1 for none, too."""
+    place = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return place if _is_place(place, file.need("tokenizer.ggml.tokens", list)) else None
+
+
 def tokenizer_settings(file: GgufFile) -> dict[str, Any]:
     tokens = file.need("tokenizer.ggml.tokens", list)
-    ids = {role: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for role, name in _ROLES.items()}
+    ids = {role: token_id(file, name) for role, name in _ROLES.items()}
     template = file.metadata.get("tokenizer.chat_template")
     others = {
         name: file.metadata.get(f"tokenizer.chat_template.{name}")
@@ -129,13 +136,13 @@ def tokenizer_settings(file: GgufFile) -> dict[str, Any]:
         "add_eos_token": _adds(file, "eos"),
         "chat_template": template,
         "model_max_length": file.get("context_length"),
-        **{role: tokens[place] for role, place in ids.items() if _is_place(place, tokens)},
+        **{role: tokens[place] for role, place in ids.items() if place is not None},
     }
     return {name: value for name, value in settings.items() if value is not None}
 
 
 def _is_place(value: object, tokens: Sequence[str]) -> bool:
-    return isinstance(value, int) and 0 <= value < len(tokens)
+    return type(value) is int and 0 <= value < len(tokens)
 
 
 def _kinds(file: GgufFile, tokens: Sequence[str]) -> Sequence[int]:
@@ -182,14 +189,14 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> Tokenizer:
     if len(scores) != len(tokens):
         file.fail(f"tokenizer.ggml.scores: has {len(scores)} entries for {len(tokens)} tokens")
     vocab = {token: place for place, token in enumerate(tokens)}
-    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = token_id(file, "unknown")
     stored = file.metadata.get("tokenizer.ggml.merges") if file.architecture == "gemma4" else None
     model = models.BPE(
         vocab,
         [*_merges(vocab, tokens, scores)]
         if stored is None
         else [tuple(each.split(" ", 1)) for each in stored],
-        unk_token=tokens[unknown] if isinstance(unknown, int) and _is_place(unknown, tokens) else None,
+        unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -223,11 +230,11 @@ def _adds(file: GgufFile, end: str) -> bool:
 
     Gemma 4's own adds none, since its template has it; its files say otherwise.
     """
-    if file.metadata["tokenizer.ggml.model"] == "gemma4":
+    model = file.need("tokenizer.ggml.model", str)
+    if model == "gemma4":
         return False
     is_usual = end == "bos" and (
-        file.metadata["tokenizer.ggml.model"] == "llama"
-        or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+        model == "llama" or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
     )
     return bool(file.metadata.get(f"tokenizer.ggml.add_{end}_token", is_usual))
 

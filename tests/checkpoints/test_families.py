@@ -448,6 +448,12 @@ def test_llama_3_scaling_is_found_by_its_factors(tmp_path: Path) -> None:
         ("llama", {"expert_count": 8}, r"llama\.expert_used_count: is missing"),
         ("llama", {"rope.scaling.type": "odd"}, r"llama\.rope\.scaling\.type: is 'odd'"),
         ("llama", {"feed_forward_length": [96, 64]}, r"feed_forward_length: differs by layer"),
+        ("llama", {"embedding_length": "x"}, r"llama\.embedding_length: is 'x', not a number"),
+        (
+            "llama",
+            {"attention.head_count": 0},
+            r"model\.gguf: its metadata cannot be used: ZeroDivisionError",
+        ),
         (
             "llama",
             {"feed_forward_length": 64},

@@ -84,6 +84,14 @@ def test_an_unknown_tensor_type_is_refused(path: Path) -> None:
         read_gguf(path)
 
 
+def test_arrays_in_arrays_are_refused(path: Path) -> None:
+    """They may be nested without end."""
+    nested = struct.pack("<IQ", 9, 1) * 5000
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 9) + nested)
+    with pytest.raises(GgufError, match=r"a: has arrays in an array"):
+        read_gguf(path)
+
+
 def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
     for number in (1, 2):
         tensors = {f"{number}.weight": (np.zeros((1, 4), np.float32), F32)}
@@ -93,6 +101,12 @@ def test_shards_are_read_as_one_file(tmp_path: Path) -> None:
         read_gguf(tmp_path / "m-00002-of-00002.gguf")
     (tmp_path / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(GgufError, match=r"m-00002-of-00002\.gguf: cannot be read"):
+        read_gguf(tmp_path / "m-00001-of-00002.gguf")
+
+
+def test_a_count_of_shards_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    write_raw(tmp_path / "m-00001-of-00002.gguf", "llama", {"split.count": [2]}, {})
+    with pytest.raises(GgufError, match=r"split\.count: is \[2\], not a number"):
         read_gguf(tmp_path / "m-00001-of-00002.gguf")
 
 

@@ -150,9 +150,11 @@ def test_digits_are_split_into_single_tokens(tmp_path: Path) -> None:
         (["<|end|>", "<|endoftext|>"], {"eos_token_id": 279}, [279, 278]),
         (["<|eom_id|>", "<|eot_id|>"], {"eos_token_id": 1, "eot_token_id": 279}, [1, 279, 278]),
         (["<|end|>", "<|return|>", "<|call|>"], {"eos_token_id": 278, "eot_token_id": 277}, [278, 279]),
+        (["<eos>", "<turn|>"], {"eos_token_id": 279}, [279, 278]),
+        (["<|im_end|>"], {"eos_token_id": 2**32 - 1}, [279]),
         ([], {}, [1]),
     ],
-    ids=["phi-3", "llama-3", "gpt-oss", "none of these"],
+    ids=["phi-3", "llama-3", "gpt-oss", "gemma-4", "-1 for none", "none of these"],
 )
 def test_tokens_that_end_an_answer(
     tmp_path: Path, texts: list[str], named: dict[str, Any], ends: list[int]
@@ -164,6 +166,12 @@ def test_tokens_that_end_an_answer(
     for name in ("config.json", "generation_config.json"):
         found = json.loads((folder / name).read_text())["eos_token_id"]
         assert found == (ends if len(ends) > 1 else ends[0])
+
+
+def test_tokens_that_are_none_are_left_out(tmp_path: Path) -> None:
+    """A padding token outside the vocabulary would stop the making of the embeddings."""
+    folder = gguf_folder(write(tmp_path / "m.gguf", byte_level(280) | {"padding_token_id": 2**32 - 1}))
+    assert "pad_token_id" not in json.loads((folder / "config.json").read_text())
 
 
 def test_sampling_parameters_of_the_file_are_the_defaults(tmp_path: Path) -> None:
@@ -199,6 +207,7 @@ def test_named_templates(tmp_path: Path) -> None:
         ({"pre": "odd"}, r"tokenizer\.ggml\.pre: 'odd' is not known: .*--tokenizer"),
         ({"token_type": [1, 1]}, r"tokenizer\.ggml\.token_type: has 2 entries for 280 tokens"),
         ({"add_bos_token": True, "bos_token_id": 999}, r"tokenizer\.ggml\.bos_token_id: is 999"),
+        ({"merges": [1, 2]}, r"its tokenizer cannot be used: AttributeError"),
         ({"merges": ["h u"]}, r"tokenizer\.ggml\.merges: .*`hu` out of vocabulary"),
         (
             {"tokens": [*ALPHABET, *"helloo", *("he", "ll", "hell", "Ġw", "12", "123"), *"abcdefghijkl"]},
