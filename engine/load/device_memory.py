@@ -12,13 +12,18 @@ from contextlib import contextmanager
 
 from transformers import modeling_utils
 
+_ALLOCATE_ALL = "caching_allocator_warmup"
+
 
 @contextmanager
 def memory_of_their_own() -> Iterator[None]:
-    """Let Transformers allocate each weight alone."""
-    allocate_all = modeling_utils.caching_allocator_warmup
-    modeling_utils.caching_allocator_warmup = lambda *_: None
+    """Let Transformers allocate each weight alone, in releases that have this private function."""
+    allocate_all = getattr(modeling_utils, _ALLOCATE_ALL, None)
+    if allocate_all is None:
+        yield
+        return
+    setattr(modeling_utils, _ALLOCATE_ALL, lambda *_: None)
     try:
         yield
     finally:
-        modeling_utils.caching_allocator_warmup = allocate_all
+        setattr(modeling_utils, _ALLOCATE_ALL, allocate_all)

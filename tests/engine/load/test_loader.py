@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.kv.layout import Group, Segment
 from engine.linear.experts import join_experts
 from engine.load import loader
+from engine.load.device_memory import memory_of_their_own
 from engine.load.loader import is_preloaded, keep_preloaded, load_model
 from engine.load.select import load_packed
 from engine.model.families import FAMILIES
@@ -191,6 +192,9 @@ def test_weights_that_are_read_to_a_gpu_have_memory_of_their_own(
     with pytest.raises(WeightsReadError):
         read(device_map={"": gpu})
     assert pieces, "others allocate as before"
+    monkeypatch.delattr(modeling_utils, name)
+    with memory_of_their_own():
+        assert not hasattr(modeling_utils, name), "a release that renamed it can still load"
 
 
 def load_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
