@@ -121,12 +121,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("model_type", "dtype", "drafts"),
-    [("jamba", "bfloat16", False), ("jamba", "float32", True), ("llama", "bfloat16", True)],
+    [("minimax", "bfloat16", False), ("minimax", "float32", True), ("llama", "bfloat16", True)],
 )
 def test_it_drafts_nothing_unasked_where_bits_depend_on_the_batch(
     model_type: str, dtype: str, drafts: bool, tmp_path: Path
 ) -> None:
-    """Torch multiplies for Jamba's experts, so that drafted rows could change a token in 16 bits."""
+    """Torch multiplies for MiniMax's experts, so that drafted rows could change a token in 16 bits."""
     write_model(model_type, tmp_path)
     engine = Engine(config_of(tmp_path, True, dtype=dtype), speculate=BatchSpeculator)
     told = engine.start_up.get("speculation", "")
