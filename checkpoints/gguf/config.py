@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from checkpoints.gguf.families import FAMILIES, FIELDS, family_of, need, rope_scaling
+from checkpoints.gguf.families import FAMILIES, FIELDS, OPTIONAL, check_number, family_of, need, rope_scaling
 from checkpoints.gguf.reader import GgufError, GgufFile, read_gguf
 from checkpoints.gguf.tokenizer import build_tokenizer, end_tokens, token_id, tokenizer_settings
 from native.ownership import cache_dir, check_own, locked, own_folder
@@ -50,7 +50,10 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         **_special_tokens(file),
     }
     config |= rope_scaling(file, config) | family.more(file, config)
-    return {name: value for name, value in config.items() if value is not None}
+    config = {name: value for name, value in config.items() if value is not None}
+    for name, ours in OPTIONAL.items():
+        check_number(file, name, config.get(ours, 0))
+    return config
 
 
 def _config_of_transformers(file: GgufFile) -> dict[str, Any]:

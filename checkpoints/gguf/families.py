@@ -23,6 +23,12 @@ FIELDS = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+OPTIONAL = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+"""Fields that follow from others where a file lacks them."""
 _EXPERT_FIELDS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -47,11 +53,16 @@ def need(file: GgufFile, name: str) -> Any:
     value = file.get(name)
     if value is None:
         file.fail(f"{file.architecture}.{name}: is missing")
+    check_number(file, name, value)
+    return value
+
+
+def check_number(file: GgufFile, name: str, value: object) -> None:
+    """Raise GgufError if the value of a field is no number."""
     if isinstance(value, list):
         file.fail(f"{file.architecture}.{name}: differs by layer, which is not supported")
     if not isinstance(value, int | float):
         file.fail(f"{file.architecture}.{name}: is {value!r}, not a number")
-    return value
 
 
 def rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import is_accelerate_available
 
@@ -248,7 +249,7 @@ def _load_hf_config(config: ServeConfig) -> Any:
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ConfigError(f"--model: cannot load {config.model!r}: {error}") from error
     hf_config = whole_config(hf_config, trust_remote_code=config.trust_remote_code)
     if getattr(hf_config, "is_encoder_decoder", False):

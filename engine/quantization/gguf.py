@@ -98,14 +98,19 @@ class _Reader:
             return
         self._used.add(tensor.name)
         wanted = self._wanted[parameter]
-        if [each for each in tensor.shape if each > 1] != [each for each in wanted.shape if each > 1]:
-            self._file.fail(f"tensor {tensor.name}: has shape {list(tensor.shape)}, not {list(wanted.shape)}")
+        if [each for each in tensor.shape if each > 1] == [each for each in wanted.shape if each > 1]:
+            tensor = replace(tensor, shape=tuple(wanted.shape))
+        self._check_shape(tensor, wanted.shape)
         if linear is not None and self._stays_quantized(tensor, linear, self.found.linears):
             self.found.plain[parameter] = placeholder(wanted)
         else:
-            self.found.plain[parameter] = self._plain(tensor).view(wanted.shape)
+            self.found.plain[parameter] = self._plain(tensor)
             if linear is not None:
                 self._dequantized[tensor.type.name] += 1
+
+    def _check_shape(self, tensor: GgufTensor, wanted: Sequence[int]) -> None:
+        if [*tensor.shape] != [*wanted]:
+            self._file.fail(f"tensor {tensor.name}: has shape {list(tensor.shape)}, not {[*wanted]}")
 
     def _stored_name(self, parameter: str) -> str:
         layer, _, suffix = parameter.rpartition(".")
@@ -135,15 +140,22 @@ class _Reader:
     def read_experts(self, path: str) -> None:
         """Read the layers of fused experts. The file has one tensor for each layer of all experts."""
         block, experts = _BLOCK_NUMBER.search(path), self._empty.get_submodule(path)
-        names = [f"blk.{block[1]}.{kind}" for kind in _EXPERT_LAYERS.values()] if block else []
-        found = [self._take(f"{name}.weight") for name in names]
-        if block and (fused := self._take(f"blk.{block[1]}.ffn_gate_up_exps.weight")) is not None:
+        if block is None:
+            return
+        names = [f"blk.{block[1]}.{kind}" for kind in _EXPERT_LAYERS.values()]
+        count, *sizes = experts.down_proj.shape
+        hidden, inner = reversed(sizes) if experts.is_transposed else sizes
+        shapes = [(count, inner, hidden), (count, inner, hidden), (count, hidden, inner)]
+        found = [self._take(f"{name}.weight", shape) for name, shape in zip(names, shapes, strict=True)]
+        fused = self._take(f"blk.{block[1]}.ffn_gate_up_exps.weight", (count, 2 * inner, hidden))
+        if fused is not None:
             found[:2] = _halves(fused)
         tensors = [tensor for tensor in found if tensor is not None]
         if len(tensors) < len(_EXPERT_LAYERS):
             return
         if experts.has_bias:
-            self._set_fused(path, "_bias", [self._bias(f"{name}.bias") for name in names])
+            biases = [self._bias(f"{name}.bias", each[:2]) for name, each in zip(names, shapes, strict=True)]
+            self._set_fused(path, "_bias", biases)
         if not all(tensor.type in STORED for tensor in tensors):
             self._set_fused(path, "", [self._plain(tensor) for tensor in tensors])
             self._dequantized.update(tensor.type.name for tensor in tensors)
@@ -154,12 +166,15 @@ class _Reader:
                 one = replace(tensor, shape=tensor.shape[1:], data=data)
                 self._stays_quantized(one, f"{path}.{number}.{layer}", self.found.fused)
 
-    def _take(self, name: str) -> GgufTensor | None:
+    def _take(self, name: str, shape: Sequence[int]) -> GgufTensor | None:
         self._used.add(name)
-        return self._file.tensors.get(name)
+        tensor = self._file.tensors.get(name)
+        if tensor is not None:
+            self._check_shape(tensor, shape)
+        return tensor
 
-    def _bias(self, name: str) -> Tensor:
-        tensor = self._take(name)
+    def _bias(self, name: str, shape: Sequence[int]) -> Tensor:
+        tensor = self._take(name, shape)
         if tensor is None:
             self._file.fail(f"tensor {name}: is missing")
         return self._plain(tensor)

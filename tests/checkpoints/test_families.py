@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -349,6 +350,29 @@ def test_experts_without_their_biases_are_named(tmp_path: Path) -> None:
     model = model_of("gpt-oss", tmp_path / "hf")
     write_gguf(path, "gpt-oss", model, without=missing, **FIELDS["gpt-oss"])
     with pytest.raises(GgufError, match=rf"tensor {re.escape(missing)}: is missing"):
+        load_model(config_of(path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape"),
+    [
+        ("gpt-oss", "blk.0.ffn_up_exps.weight", (4, 32, 64)),
+        ("gpt-oss", "blk.0.ffn_up_exps.bias", (4, 32)),
+        ("gpt-oss", "blk.0.ffn_down_exps.weight", (256, 64)),
+        ("mixtral", "blk.0.ffn_gate_exps.weight", (6, 96, 64)),
+    ],
+)
+@pytest.mark.parametrize("kind", [F32, Q8_0], ids=lambda kind: kind.name)
+def test_experts_of_another_shape_are_named(
+    architecture: str, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType, tmp_path: Path
+) -> None:
+    path, model = tmp_path / "model.gguf", model_of(architecture, tmp_path / "hf")
+    wrong = (np.zeros(shape, np.float32), F32)
+    if kind is Q8_0 and name.endswith("weight"):
+        wrong = quantize(wrong[0], Q8_0), Q8_0
+    stored = NAMES_IN_FILES.get(architecture, architecture)
+    write_gguf(path, stored, model, kind, more={name: wrong}, **FIELDS[architecture])
+    with pytest.raises(GgufError, match=rf"tensor {re.escape(name)}: has shape {re.escape(str([*shape]))}"):
         load_model(config_of(path))
 
 
