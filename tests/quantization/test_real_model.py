@@ -45,7 +45,7 @@ class Rounded:
 def rounded(tmp_path_factory: pytest.TempPathFactory) -> Rounded:
     folder = smollm2()
     held_out = tmp_path_factory.mktemp("text") / "held_out.md"
-    held_out.write_text((ROOT / "LLM_SERVING.md").read_text()[:3_000])
+    held_out.write_text((Path(__file__).parent / "held_out.txt").read_text()[:3_000])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     for layer in linears(first_blocks(model)[1]).values():
         group = group_size(CodeFormat.INT4, layer.in_features)
