@@ -19,7 +19,8 @@ def groups_of(controller: str, proc: Path = PROC) -> Iterator[tuple[int, Path]]:
     """
     try:
         own = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+        # By single spaces: what is mounted may be empty.
+        mounts = [line.split(" ") for line in (proc / "mountinfo").read_text().splitlines()]
     except OSError:  # not Linux
         return
     for mount in mounts:

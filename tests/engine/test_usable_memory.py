@@ -37,7 +37,9 @@ class Tree(NamedTuple):
         proc.mkdir()
         (proc / "cgroup").write_text(self.paths)
         (proc / "mountinfo").write_text(
-            f"23 1 0:21 / /proc rw - proc proc rw\n{self.mount.format(top=top)}\n"
+            "23 1 0:21 / /proc rw - proc proc rw\n"
+            "24 1 0:22 / /mnt rw - tmpfs  rw\n"  # mounted with an empty source
+            f"{self.mount.format(top=top)}\n"
         )
         return proc
 
