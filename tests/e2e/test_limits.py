@@ -70,6 +70,7 @@ STAGES = {
 }
 
 
+@pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_timeout_ends_a_request_at_every_stage(folder: Path, stage: str) -> None:
     """Leases, hand-offs and worker deaths all have later deadlines."""

@@ -172,12 +172,6 @@ def make_scripted(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def no_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave silent workers their requests until they count as lost, also on a busy host."""
-    monkeypatch.setattr("router.dispatch.races.SHARE", 0.0)
-
-
-@pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(64) as executor:
         yield executor
