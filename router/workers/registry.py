@@ -364,7 +364,7 @@ class Registry:
     def _take_out(self, worker: Worker) -> None:
         """Remove a worker from the cluster. If nobody there serves requests, the suspect workers return."""
         self.cluster.remove(worker.key.worker_id)
-        if not self.cluster.count("prefill") and not self.cluster.count("decode"):
+        if all(other.purpose == "draft" for other in self.cluster):
             for other in [w for w in self if w.is_suspect]:
                 other.is_suspect = False
                 self.changed(other)
