@@ -96,11 +96,16 @@ class WorkerSnapshot:
         return [other for other in self.on_host if other.worker_id != self.worker_id]
 
     @property
+    def busy_neighbours(self) -> list[WorkerSnapshot]:
+        """The neighbours that have requests now."""
+        return [other for other in self.neighbours if other.requests > 0]
+
+    @property
     def costs_now(self) -> StepCosts:
         """The worker's step costs with the cores that workers without any request lend at this moment."""
         if not self.costs.borrows:
             return self.costs
-        spread = self.spread(sum(other.requests > 0 for other in self.neighbours))
+        spread = self.spread(len(self.busy_neighbours))
         known = self._known
         if known is None or known[0] is not self.costs or known[1] != spread:
             known = self._known = (self.costs, spread, self.costs.on(spread))

@@ -79,7 +79,7 @@ def prefill_cost(request: RequestFacts, worker: WorkerSnapshot, holder: WorkerSn
 
 
 def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
-    costs, rows, context = decode_costs(request, worker), worker.rows, worker.context_tokens
+    costs, rows, context = costs_while_decoding(request, worker), worker.rows, worker.context_tokens
     output = max(request.output_tokens - 1, 0.0)
     before_s = costs.decode_s(rows, context)
     after_s = costs.decode_s(rows + 1, context + request.num_tokens + output / 2)
@@ -93,16 +93,15 @@ def decode_cost(request: RequestFacts, worker: WorkerSnapshot) -> DecodeCost:
     return DecodeCost(worker, row_s, room_s, steps * after_s, min(coming_s, most_s), slowdown_s, pending_s)
 
 
-def decode_costs(request: RequestFacts, worker: WorkerSnapshot) -> StepCosts:
+def costs_while_decoding(request: RequestFacts, worker: WorkerSnapshot) -> StepCosts:
     """Return the worker's step costs while it decodes the request. A neighbour that decodes uses its cores
     all the time, one that only computes prompts as long as these take: far shorter than an answer.
     """
     if not worker.costs.borrows:
         return worker.costs
-    decode_s = _decode_steps(request, worker) * worker.costs_now.decode_s(
-        worker.rows + 1, worker.context_tokens
-    )
-    busy = sum(_busy_share(other, decode_s) for other in worker.neighbours)
+    step_s = worker.costs_now.decode_s(worker.rows + 1, worker.context_tokens)
+    answer_s = _decode_steps(request, worker) * step_s
+    busy = sum(_busy_share(other, answer_s) for other in worker.neighbours)
     return worker.costs.on(worker.spread(busy))
 
 
@@ -149,12 +148,12 @@ def slowed_s(worker: WorkerSnapshot, seconds: float) -> float:
     """Return the seconds that other requests of the host lose if the worker uses its cores for `seconds`."""
     if worker.rows > 0:
         return 0.0
-    return sum(_slowed_share(other, worker) * seconds for other in worker.neighbours if other.requests > 0)
+    return sum(_slowed_share(other, worker) * seconds for other in worker.busy_neighbours)
 
 
 def _slowed_share(worker: WorkerSnapshot, busy: WorkerSnapshot) -> float:
     """Return how many seconds the worker's requests lose a second while its neighbour `busy` computes."""
-    others = sum(other.requests > 0 for other in worker.neighbours if other.worker_id != busy.worker_id)
+    others = sum(other.worker_id != busy.worker_id for other in worker.busy_neighbours)
     before, after = worker.costs.on(worker.spread(others)), worker.costs.on(worker.spread(others + 1))
     decode_s = before.decode_s(worker.rows, worker.context_tokens)
     longer_s = after.decode_s(worker.rows, worker.context_tokens)
@@ -283,7 +282,7 @@ def miss(request: RequestFacts, cluster: Cluster, option: Option | Placement) ->
         return PredictedMiss("slo_ttft", first, ttft_s, request.slo_ttft_s, alone_s, ttft_s - alone_s)
     tpot_s = _tpot_s(request, predicted, decode)
     if tpot_s > request.slo_tpot_s:
-        costs = decode_costs(request, decode)
+        costs = costs_while_decoding(request, decode)
         alone_s = costs.decode_s(1, request.num_tokens) / max(costs.tokens_per_row, 1.0)
         return PredictedMiss("slo_tpot", decode, tpot_s, request.slo_tpot_s, alone_s, predicted.decode_s)
     return None
@@ -298,6 +297,9 @@ def _tpot_s(request: RequestFacts, predicted: Prediction, decode: WorkerSnapshot
     tpot_s = predicted.tpot_s(request.output_tokens)
     if predicted.decode_s <= 0:
         return tpot_s
-    costs, share = decode_costs(request, decode), predicted.decode_s / (predicted.ttft_s + predicted.decode_s)
+    costs, share = (
+        costs_while_decoding(request, decode),
+        predicted.decode_s / (predicted.ttft_s + predicted.decode_s),
+    )
     fewer_s = (1 - share) * (costs.row_s * decode.rows + costs.context_s * decode.context_tokens)
     return tpot_s - fewer_s / max(costs.tokens_per_row, 1.0)
