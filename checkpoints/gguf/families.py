@@ -81,6 +81,24 @@ def rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
+def _rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope scaling, of type default if there is none, for families that add fields to it."""
+    scaling: dict[str, Any] = rope_scaling(file, config).get("rope_scaling", {"rope_type": "default"})
+    return scaling
+
+
+def _rotated_share(file: GgufFile, config: dict[str, Any]) -> float:
+    """Return the share of a head's values that are rotated; without the field, all."""
+    rotated: int = file.get("rope.dimension_count", config["head_dim"])
+    return rotated / config["head_dim"]
+
+
+def _without_mtp(file: GgufFile, config: dict[str, Any]) -> int:
+    """Return the number of layers; the last blocks may be an MTP head's."""
+    layers: int = config["num_hidden_layers"] - file.get("nextn_predict_layers", 0)
+    return layers
+
+
 def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return Llama 3's scaling, from each frequency's divisor; the slowest one's divisor is the factor."""
     found = _floats(file, "rope_freqs.weight")
@@ -142,9 +160,8 @@ def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    rotated = file.get("rope.dimension_count", config["head_dim"])
     found: dict[str, Any] = {
-        "partial_rotary_factor": rotated / config["head_dim"],
+        "partial_rotary_factor": _rotated_share(file, config),
         "sliding_window": file.get("attention.sliding_window") or None,
     }
     factors = [file.tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long")]
@@ -174,8 +191,8 @@ def _experts(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 def _gpt_oss(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return the rope scaling. The makers' yarn does not round the range of frequencies that it scales."""
-    scaling = rope_scaling(file, config).get("rope_scaling")
-    return {"rope_scaling": {"rope_type": "default"} if scaling is None else scaling | {"truncate": False}}
+    scaling = _rope(file, config)
+    return {"rope_scaling": scaling | ({} if scaling["rope_type"] == "default" else {"truncate": False})}
 
 
 def _gemma4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -222,19 +239,18 @@ def _gemma4(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen35(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Qwen3.5's recurrent layers. The blocks of an MTP head are no layers."""
+    """Return the fields of Qwen3.5's recurrent layers."""
     heads = need(file, "ssm.time_step_rank")
-    rope = rope_scaling(file, config).get("rope_scaling", {"rope_type": "default"})
     sections = [length for length in file.get("rope.dimension_sections", ()) if length]
     return {
-        "num_hidden_layers": config["num_hidden_layers"] - file.get("nextn_predict_layers", 0),
+        "num_hidden_layers": _without_mtp(file, config),
         "full_attention_interval": need(file, "full_attention_interval"),
         "linear_conv_kernel_dim": need(file, "ssm.conv_kernel"),
         "linear_key_head_dim": need(file, "ssm.state_size"),
         "linear_num_key_heads": need(file, "ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_value_head_dim": need(file, "ssm.inner_size") // heads,
-        "rope_scaling": rope
+        "rope_scaling": _rope(file, config)
         | ({"mrope_section": sections, "mrope_interleaved": True} if sections else {})
         | {"partial_rotary_factor": need(file, "rope.dimension_count") / config["head_dim"]},
     }
@@ -242,7 +258,7 @@ def _qwen35(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 def _mistral3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return the rope scaling, with Llama 4's of queries by their positions."""
-    scaling = rope_scaling(file, config).get("rope_scaling", {"rope_type": "default"})
+    scaling = _rope(file, config)
     original = {"original_max_position_embeddings": config["max_position_embeddings"]}
     more = {"llama_4_scaling_beta": need(file, "attention.temperature_scale")}
     if scaling["rope_type"] == "yarn":
@@ -251,11 +267,9 @@ def _mistral3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm4_moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return GLM 4.5's own fields. The blocks of an MTP head are no layers."""
-    rope = rope_scaling(file, config).get("rope_scaling", {"rope_type": "default"})
-    rotated = file.get("rope.dimension_count", config["head_dim"])
+    """Return GLM 4.5's own fields."""
     return {
-        "num_hidden_layers": config["num_hidden_layers"] - file.get("nextn_predict_layers", 0),
+        "num_hidden_layers": _without_mtp(file, config),
         "num_nextn_predict_layers": 0,
         "n_shared_experts": file.get("expert_shared_count", 0),
         "first_k_dense_replace": file.get("leading_dense_block_count", 0),
@@ -263,7 +277,7 @@ def _glm4_moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": file.get("expert_weights_norm", False),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "rope_scaling": rope | {"partial_rotary_factor": rotated / config["head_dim"]},
+        "rope_scaling": _rope(file, config) | {"partial_rotary_factor": _rotated_share(file, config)},
     }
 
 
